@@ -1,0 +1,1 @@
+"""The engine in its own process: host, protocol, client, and the detokeniser."""

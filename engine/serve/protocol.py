@@ -1,0 +1,224 @@
+"""What the engine's process and its clients say to each other.
+
+msgpack frames (msgspec, never pickle) over a private socket pair; each frame is a 4-byte little-endian length and one message.
+A client numbers its commands; each gets exactly one ``Reply``. Everything else flows from host to client unasked::
+
+        client                                host
+          ── OpenLab(seq 1) ─────────────────▶
+          ◀───────────────── Reply(1, LabInfo)
+          ── Send(seq 2, lab, "Why …") ──────▶
+          ◀──────────── Reply(2, request ids)
+          ◀──── LabUpdate(steps, tokens, …) ──   after each step, merged when the client is slow
+          ◀──── HostState(loading 40 %) ──────   when something about the model changes
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from engine.core.config import EngineConfig
+from engine.core.outputs import EngineStats
+from engine.core.trace import RequestTrace, StepTrace
+
+MAX_FRAME = 64 * 1024 * 1024
+"""Bytes; a longer frame is refused and ends the connection."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What produced the numbers: shown on every screen and written into every run file."""
+
+    name: str
+    """As asked for: 'smollm2', 'tiny', a path or a hub name."""
+    title: str
+    """For people: 'SmolLM2-135M-Instruct'."""
+    weights: str
+    """For people: 'Q4_1 weights, dequantised', 'random weights (its text is noise)', 'safetensors'."""
+    architecture: str
+    device: str
+    """'cpu', 'cuda:0 NVIDIA H200' …"""
+    dtype: str
+    threads: int
+    omp_wait: str
+    """How OpenMP's threads wait, in words ('spin 10,000', 'passive', 'libgomp's default')."""
+    attention: str
+    """Attention backend in use."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    """Context length the checkpoint was made for, tokens."""
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    """2 · layers · KV heads · head dimension · bytes an element."""
+    has_chat_template: bool
+    versions: dict[str, str]
+    """'torch' → '2.13.0+cpu' and so on."""
+
+
+class HostState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The state of the host process and its model."""
+
+    state: Literal["starting", "loading", "ready", "failed", "stopped"]
+    """'failed': the model could not be loaded (the host lives and takes another LoadModel). 'stopped': the process is gone."""
+    stage: str = ""
+    """What it is doing, for people: 'converting the embedded model (first use only)'."""
+    progress: float | None = None
+    """0 to 1, or None where it can't be told."""
+    model: ModelInfo | None = None
+    error: str = ""
+    """What went wrong and what to do about it."""
+
+
+class LabInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One lab on the host."""
+
+    lab: str
+    config: EngineConfig
+    mode: Literal["running", "paused"]
+    rate: float | None
+    """Slow motion: steps a second; None at full speed."""
+    generation: int
+    """Counts engine restarts of this lab: traces of different generations don't belong together."""
+    kv_pool_bytes: int
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """One generated token as text."""
+
+    request_id: str
+    index: int
+    """0 for the first output token."""
+    token_id: int
+    text: str
+    """Text that became certain with this token; '' while a character or a possible stop string is incomplete."""
+    step: int
+    top: tuple[tuple[int, str, float], ...] = ()
+    """Most likely candidates: (token id, text, probability 0 to 1), the sampled one included."""
+
+
+class OpenedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request as it enters the engine."""
+
+    trace: RequestTrace
+    prompt: str
+    """The text as typed (shortened when very long)."""
+    prompt_token_ids: tuple[int, ...]
+
+
+class ClosedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request (a sample) that ended: its final trace, and the text that had been held back."""
+
+    trace: RequestTrace
+    text: str
+    """The whole output text."""
+
+
+class LabUpdate(msgspec.Struct, tag=True, kw_only=True):
+    """What happened in a lab since the last update, oldest first. Lists grow when updates are merged."""
+
+    lab: str
+    generation: int
+    info: LabInfo | None = None
+    """Present when configuration, mode or rate changed."""
+    opened: list[OpenedRequest] = []
+    steps: list[StepTrace] = []
+    tokens: list[TokenEvent] = []
+    closed: list[ClosedRequest] = []
+    stats: EngineStats | None = None
+    now: float = 0.0
+    """The lab's engine clock, seconds."""
+    notice: str = ""
+    """Something a person should read: a step failed, the lab was closed …"""
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """The answer to one command. ``error`` is for people; '' means it worked."""
+
+    seq: int
+    error: str = ""
+    result: Any = None
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Load (or change) the model; all labs are closed first. Reply: None once it is loaded."""
+
+    seq: int
+    model: str = "smollm2"
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+class OpenLab(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Create a lab, or find the one of this name. ``config``: engine settings by name. Reply: LabInfo as a dict."""
+
+    seq: int
+    lab: str
+    config: dict[str, Any] = {}
+    paused: bool = False
+
+
+class CloseLab(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Abort all requests of a lab and free its pool. Unknown labs are no error. Reply: None."""
+
+    seq: int
+    lab: str
+
+
+class Reconfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Restart a lab's engine with changed settings; weights stay loaded, its requests are aborted. Reply: LabInfo as a dict.
+
+    When the new settings are refused the old engine goes on, untouched.
+    """
+
+    seq: int
+    lab: str
+    config: dict[str, Any]
+
+
+class Send(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Add requests. Reply: list of request ids. Either all ``copies`` enter or, on an error, none."""
+
+    seq: int
+    lab: str
+    prompt: str | list[int]
+    chat: bool = True
+    """Apply the model's chat template to a text."""
+    params: dict[str, Any] = {}
+    """SamplingParams by name."""
+    copies: int = 1
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Stop one request, or all of a lab when ``request_id`` is None. Reply: how many were stopped."""
+
+    seq: int
+    lab: str
+    request_id: str | None = None
+
+
+class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run, pause, or take ``steps`` single steps (which implies pause). ``rate``: steps a second while running, None: full speed."""
+
+    seq: int
+    lab: str
+    action: Literal["run", "pause", "step"]
+    steps: int = 1
+    rate: float | None = None
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """End the process after replying None."""
+
+    seq: int
+
+
+Command = LoadModel | OpenLab | CloseLab | Reconfigure | Send | Abort | Control | Shutdown
+Message = Reply | HostState | LabUpdate
