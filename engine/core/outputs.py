@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine.core.trace import FinishReason, RequestTrace
+from engine.core.trace import FinishReason, RequestTrace, StepTrace
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -106,6 +106,53 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     def hit_rate(self) -> float | None:
         """Prefix-cache hit rate in tokens, 0 to 1; None before the first query."""
         return self.tokens_cached / self.prefix_queries if self.prefix_queries else None
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """One generated token as text."""
+
+    request_id: str
+    index: int
+    """0 for the first output token."""
+    token_id: int
+    text: str
+    """Text that became certain with this token; '' while a character or a possible stop string is incomplete."""
+    step: int
+    top: tuple[tuple[int, str, float], ...] = ()
+    """Most likely candidates: (token id, text, probability 0 to 1), the sampled one included."""
+
+
+class OpenedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request as it enters the engine."""
+
+    trace: RequestTrace
+    prompt: str
+    """The text as typed (shortened when very long)."""
+    prompt_token_ids: tuple[int, ...]
+
+
+class ClosedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request (a sample) that ended: its final trace, and the text that had been held back."""
+
+    trace: RequestTrace
+    text: str
+    """The whole output text."""
+
+
+class Listener(Protocol):
+    """Hears of everything as it happens, on the engine's thread: a host that streams, a file that records."""
+
+    def opened(self, event: OpenedRequest) -> None:
+        """A request (or a sample forked from one) entered the engine."""
+
+    def token(self, event: TokenEvent) -> None:
+        """A token was sampled."""
+
+    def closed(self, event: ClosedRequest) -> None:
+        """A request (a sample) ended."""
+
+    def stepped(self, step: StepTrace) -> None:
+        """A step is complete; its tokens and closings were reported before."""
 
 
 class IncrementalDecoder(Protocol):

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import msgspec
 
 from engine.core.config import EngineConfig
-from engine.core.outputs import EngineStats
-from engine.core.trace import RequestTrace, StepTrace
+from engine.core.outputs import ClosedRequest, EngineStats, OpenedRequest, TokenEvent
+from engine.core.trace import StepTrace
 
 MAX_FRAME = 64 * 1024 * 1024
 """Bytes; a longer frame is refused and ends the connection."""
@@ -86,37 +86,6 @@ class LabInfo(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """Counts engine restarts of this lab: traces of different generations don't belong together."""
     kv_pool_bytes: int
-
-
-class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """One generated token as text."""
-
-    request_id: str
-    index: int
-    """0 for the first output token."""
-    token_id: int
-    text: str
-    """Text that became certain with this token; '' while a character or a possible stop string is incomplete."""
-    step: int
-    top: tuple[tuple[int, str, float], ...] = ()
-    """Most likely candidates: (token id, text, probability 0 to 1), the sampled one included."""
-
-
-class OpenedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request as it enters the engine."""
-
-    trace: RequestTrace
-    prompt: str
-    """The text as typed (shortened when very long)."""
-    prompt_token_ids: tuple[int, ...]
-
-
-class ClosedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request (a sample) that ended: its final trace, and the text that had been held back."""
-
-    trace: RequestTrace
-    text: str
-    """The whole output text."""
 
 
 class LabUpdate(msgspec.Struct, tag=True, kw_only=True):
