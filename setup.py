@@ -3,9 +3,14 @@
 So assets are found at ``app/assets`` in an install and at ``assets`` beside ``app`` in a checkout.
 """
 
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
-setup(
-    packages=[*find_namespace_packages(include=["engine*", "app*", "lessons*"]), "app.assets"],
-    package_dir={"app.assets": "assets"},
-)
+packages = find_namespace_packages(include=["engine*", "app*", "lessons*"])
+package_dir = {}
+if Path("assets").is_dir():
+    packages.append("app.assets")
+    package_dir["app.assets"] = "assets"
+
+setup(packages=packages, package_dir=package_dir)
