@@ -18,7 +18,7 @@ LAB_OPTIONS = $(if $(MODEL),--model "$(MODEL)") $(if $(DEVICE),--device "$(DEVIC
 	$(if $(PORT),--port "$(PORT)") $(if $(HOST),--host "$(HOST)") $(if $(THREADS),--threads "$(THREADS)")
 
 # pip talks when a person watches, and is quiet in a log.
-QUIET = quiet=; [ -t 1 ] || quiet=--quiet
+QUIET = quiet=; [ -t 1 ] || quiet=-qq
 
 .PHONY: help lab generate doctor test browser-test soak check gpu-check bench screenshots clean
 

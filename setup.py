@@ -7,7 +7,7 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-packages = find_namespace_packages(include=["engine*", "app*", "lessons*"])
+packages = find_namespace_packages(include=["engine*", "app*", "lessons*"], exclude=["*.__pycache__*"])
 package_dir = {}
 if Path("assets").is_dir():
     packages.append("app.assets")

@@ -1,0 +1,1 @@
+"""Benchmarks: what this machine can do, and how close the engine comes to it."""

@@ -1,0 +1,207 @@
+"""The command line: ``inference-lab lab | generate | doctor | version``.
+
+Nothing heavy is imported until a command needs it, so ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine import __version__
+
+if TYPE_CHECKING:
+    from engine.core.trace import RequestTrace
+    from engine.llm import LLM
+
+DEFAULT_PORT = 8501
+SPIN = "10000"
+"""How long OpenMP's threads spin before they sleep: short, because long spinning is slow as soon as another program is busy."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; None reads the process's own.
+
+    Returns:
+        0 when it worked; 1 when ``doctor`` found a problem; 2 for a mistake in what was asked, told in one line on stderr.
+    """
+    settle_openmp()
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments) or 0)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"inference-lab: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def settle_openmp() -> None:
+    """Choose how OpenMP's threads wait, unless the user has. libgomp reads this when torch loads, and never again."""
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPIN
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="inference-lab", description="See how a language model is served: a real engine, live in the browser."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_lab(commands)
+    _add_generate(commands)
+    _add_doctor(commands)
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(command=_version)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2 (embedded, the default), tiny (random weights), a folder, or a hub name"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 …; auto (the default) takes a GPU if there is one")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="number format of weights and KV cache")
+    parser.add_argument("--threads", type=_positive, help="CPU threads of the engine")
+
+
+def _add_lab(commands: Any) -> None:
+    lab = commands.add_parser("lab", help="start the lab in the browser")
+    _add_model_options(lab)
+    lab.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines in")
+    lab.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"port to listen on (default {DEFAULT_PORT})")
+    lab.set_defaults(command=_lab)
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser("generate", help="generate text in the terminal")
+    generate.add_argument("prompt", help="the prompt; - reads it from standard input")
+    _add_model_options(generate)
+    generate.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
+    generate.add_argument("--stats", action="store_true", help="print token counts and latencies at the end, on standard error")
+    sampling = generate.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=_positive, default=256, help="most tokens to generate (default 256)")
+    sampling.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
+    sampling.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all (default)")
+    sampling.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest tokens that reach p together (default 0.95)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="drop tokens less likely than min-p times the likeliest (default 0)")
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 discourages repeating (default 1)")
+    sampling.add_argument("--seed", type=int, help="makes a sampled text repeatable")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    engine = generate.add_argument_group("engine")
+    engine.add_argument("--max-model-len", type=_positive, help="longest prompt plus output, tokens")
+    engine.add_argument("--max-num-batched-tokens", type=_positive, help="token budget of a step")
+    engine.add_argument("--block-size", type=_positive, help="tokens in a KV block")
+    engine.add_argument("--num-kv-blocks", type=_positive, help="KV blocks in the pool")
+    generate.set_defaults(command=_generate)
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser("doctor", help="what this machine offers, what is in the way, what to do")
+    doctor.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"port to look at (default {DEFAULT_PORT})")
+    doctor.add_argument("--json", action="store_true", help="print facts and findings as JSON")
+    doctor.add_argument("--no-measure", action="store_true", help="skip the short speed measurement")
+    doctor.set_defaults(command=_doctor)
+
+
+def _lab(arguments: argparse.Namespace) -> int:
+    from engine.doctor import port_is_free
+
+    if not port_is_free(arguments.port, arguments.host):
+        raise ValueError(
+            f"port {arguments.port} on {arguments.host} is in use or not allowed. Stop the program that holds it (a lab may be "
+            f"running already), or choose another port: inference-lab lab --port {_another(arguments.port)} "
+            f"(make lab PORT={_another(arguments.port)})"
+        )
+    from app.server import run
+
+    run(
+        model=arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        host=arguments.host,
+        port=arguments.port,
+        threads=arguments.threads,
+    )
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from engine.doctor import run
+
+    return run(port=arguments.port, as_json=arguments.json, measure=not arguments.no_measure)
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    print(f"inference-lab {__version__}")
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from engine.core.sampling_params import SamplingParams
+
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+    )
+    llm = _load(arguments)
+    _stream(llm, prompt, params, chat=not arguments.raw, stats=arguments.stats)
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> LLM:
+    from engine import LLM
+
+    if arguments.threads:
+        import torch
+
+        torch.set_num_threads(arguments.threads)
+    names = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")
+    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, **settings)
+
+
+def _positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    """A TCP port, for argparse; 0 lets the system choose."""
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a port number from 1 to 65535")
+    return int(text)
+
+
+def _another(port: int) -> int:
+    """A port to suggest instead."""
+    return port + 1 if port < 65535 else DEFAULT_PORT
+
+
+def _one_line(error: BaseException) -> str:
+    """What went wrong, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

