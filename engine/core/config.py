@@ -67,6 +67,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             _require_int("seed", self.seed, 0)
         self._resolve_combinations()
         self._check_token_budget()
+        if self.kv_layout == "contiguous" and self.reserve == "max_model_len" and self.kv_capacity < self.max_model_len:
+            raise ConfigError(
+                f"reserve='max_model_len' reserves {self.max_model_len} tokens for each request, but the pool holds "
+                f"num_kv_blocks={self.num_kv_blocks} x block_size={self.block_size} = {self.kv_capacity}: raise num_kv_blocks to "
+                f"{-(-self.max_model_len // self.block_size)}, lower max_model_len, or set reserve='request'"
+            )
 
     def _resolve_combinations(self) -> None:
         if not self.use_kv_cache:
@@ -113,9 +119,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if whole and self.token_budget < self.max_model_len:
             reason = self._whole_prompt_reason() or "enable_chunked_prefill=False"
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_model_len={self.max_model_len}, but "
-                f"with {reason} a whole sequence must fit one step: raise max_num_batched_tokens to at least "
-                f"{self.max_model_len}, lower max_model_len to at most {self.max_num_batched_tokens}, or allow chunked prefill"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_model_len={self.max_model_len}, "
+                f"but with {reason} a whole sequence must fit one step: raise max_num_batched_tokens to at least "
+                f"{self.max_model_len}, lower max_model_len to at most {self.max_num_batched_tokens}, "
+                f"or allow chunked prefill"
             )
 
     @property
@@ -155,7 +162,9 @@ def build_config(fields: dict[str, Any]) -> EngineConfig:
         fields["num_kv_blocks"] = fields.pop("num_gpu_blocks_override")
     unknown = sorted(set(fields) - set(EngineConfig.__struct_fields__))
     if unknown:
-        raise ConfigError(f"unknown engine setting {unknown[0]!r}; the settings are {', '.join(EngineConfig.__struct_fields__)}")
+        raise ConfigError(
+            f"unknown engine setting {unknown[0]!r}; the settings are {', '.join(EngineConfig.__struct_fields__)}"
+        )
     return EngineConfig(**fields)
 
 

@@ -31,10 +31,10 @@ class Request:
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "cache_salt", "cached_uid", "decoder", "eos_token_ids", "forks", "group", "high_water",
-        "logprobs", "max_tokens", "num_cached_blocks", "num_computed_tokens", "num_prompt_tokens", "order", "params", "priority",
-        "prompt", "reported_text", "reported_tokens", "request_id", "sample_index", "seed", "shared", "status", "text",
-        "token_ids", "trace",
+        "block_hashes", "block_table", "cache_salt", "cached_uid", "decoder", "eos_token_ids", "forks", "group",
+        "high_water", "logprobs", "max_tokens", "num_cached_blocks", "num_computed_tokens", "num_prompt_tokens", "order",
+        "params", "priority", "prompt", "reported_text", "request_id", "sample_index", "seed", "shared", "status", "text",
+        "token_ids", "trace", "urgency",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +61,9 @@ class Request:
         self.trace = trace
         self.max_tokens = max_tokens
         self.order = order
-        """Arrival order, unique; a fork keeps its parent's place with its own fraction."""
+        """Arrival order; the samples of a request share it."""
+        self.urgency: tuple[int, int, int] = (0, order, sample_index)
+        """(priority, arrival, sample): smaller is served first. Set by the scheduler: its policy decides about priority."""
         self.priority = priority
         self.cache_salt = cache_salt
         self.seed = seed
@@ -77,7 +79,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.num_cached_blocks = 0
         """Blocks at the start of the table that the prefix cache knows."""
-        self.cached_uid = 0
+        self.cached_uid: int | str | None = cache_salt
         """Content identity of the last of them."""
         self.forks: list[Request] = []
         """Samples that wait for this one's prompt to be computed."""
@@ -87,7 +89,6 @@ class Request:
         """Whether a partial block of the table may be shared, so that writing needs a look at the reference count."""
         self.logprobs: list[dict[int, Logprob]] = []
         self.text = ""
-        self.reported_tokens = 0
         self.reported_text = 0
 
     @property
@@ -110,10 +111,6 @@ class Request:
         """The generated token ids (a copy)."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    @property
-    def urgency(self) -> tuple[int, int]:
-        """(priority, arrival): smaller is served first."""
-        return (self.priority, self.order)
-
     def __repr__(self) -> str:
-        return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens computed)"
+        done = f"{self.num_computed_tokens}/{self.num_tokens} tokens computed"
+        return f"Request({self.request_id!r}, {self.status.value}, {done})"

@@ -49,7 +49,7 @@ class StepBatch:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced. ``tokens`` has one entry for each sampling request, in packed order, forks after their parent."""
+    """What a step produced. ``tokens`` has one entry a sampling request, in packed order, forks after their parent."""
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob] | None] | None = None

@@ -125,6 +125,7 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
     scheduled: tuple[Scheduled, ...] = ()
     token_budget: int = 0
     seats: int = 0
+    """Seats taken: running requests, samples still to be forked, and rows of a static batch that are done."""
     num_running: int = 0
     """Requests in the running batch during the step."""
     num_waiting: int = 0
@@ -152,7 +153,7 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestTrace(msgspec.Struct, kw_only=True):
-    """The life of one request (of one sample, where ``n`` > 1). Times in seconds of the engine's clock, -1 until they happen."""
+    """The life of one request (one sample, where ``n`` > 1). Times: seconds of the engine's clock, -1 until they happen."""
 
     request_id: str
     number: int = 0

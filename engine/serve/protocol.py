@@ -1,6 +1,6 @@
 """What the engine's process and its clients say to each other.
 
-msgpack frames (msgspec, never pickle) over a private socket pair; each frame is a 4-byte little-endian length and one message.
+msgpack frames (msgspec, never pickle) over a private socket pair; a frame is a 4-byte little-endian length and one message.
 A client numbers its commands; each gets exactly one ``Reply``. Everything else flows from host to client unasked::
 
         client                                host
@@ -24,6 +24,19 @@ from engine.core.trace import StepTrace
 
 MAX_FRAME = 64 * 1024 * 1024
 """Bytes; a longer frame is refused and ends the connection."""
+
+
+class HostOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the host process, given to it when it starts."""
+
+    threads: int | None = None
+    """Threads of the forward pass. None: what the environment says, else torch's default."""
+    max_labs: int = 32
+    """Labs that can be open at once."""
+    kv_quota_bytes: int | None = None
+    """Most bytes of all KV pools together. None: 40 % of the memory that is free once the model is loaded."""
+    backlog_units: int = 2_000_000
+    """Numbers that the unsent news of one lab may hold (about 20 bytes each) before older steps are left out."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +78,8 @@ class HostState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The state of the host process and its model."""
 
     state: Literal["starting", "loading", "ready", "failed", "stopped"]
-    """'failed': the model could not be loaded (the host lives and takes another LoadModel). 'stopped': the process is gone."""
+    """'failed': the model could not be loaded (the host lives and takes another LoadModel).
+    'stopped': the process is gone."""
     stage: str = ""
     """What it is doing, for people: 'converting the embedded model (first use only)'."""
     progress: float | None = None
@@ -130,6 +144,8 @@ class OpenLab(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     lab: str
     config: dict[str, Any] = {}
     paused: bool = False
+    generation: int = 1
+    """The number of its first engine. A client that opens a lab again after a crash continues its count."""
 
 
 class CloseLab(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -174,7 +190,11 @@ class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Run, pause, or take ``steps`` single steps (which implies pause). ``rate``: steps a second while running, None: full speed."""
+    """Run, pause, or take ``steps`` single steps (which implies pause).
+
+    ``rate``: steps a second while running, None: full speed.
+    Reply: LabInfo as a dict, at once; the steps follow as updates. Stepping is refused when nothing waits or runs.
+    """
 
     seq: int
     lab: str

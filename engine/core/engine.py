@@ -1,0 +1,638 @@
+"""The engine: requests in, one step at a time, tokens and trace records out."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import threading
+from array import array
+from collections import OrderedDict
+from copy import copy as copy_struct
+
+from engine.core.block_pool import BlockHash
+from engine.core.clock import Clock, MonotonicClock
+from engine.core.config import EngineConfig
+from engine.core.kv_cache import make_kv_cache
+from engine.core.outputs import (
+    ClosedRequest,
+    CompletionOutput,
+    EngineStats,
+    Listener,
+    OpenedRequest,
+    RequestOutput,
+    TextCodec,
+    TokenEvent,
+)
+from engine.core.request import Request, Status
+from engine.core.runner import Runner, StepResult
+from engine.core.sampling_params import SamplingParams
+from engine.core.scheduler import Plan, Scheduler, StaticScheduler
+from engine.core.stop import check_tokens, take_text
+from engine.core.trace import Event, FinishReason, Keyframe, RequestTrace, Scheduled, StepTrace
+
+KEYFRAME_EVERY = 256
+"""Steps between two keyframes."""
+KEEP_FINISHED = 4096
+"""Finished requests that ``request`` and ``output`` still answer for."""
+
+
+class RequestRefused(ValueError):
+    """A request that can't be accepted. The message names what was asked, the limit and the way out."""
+
+
+class Engine:
+    """One engine: a scheduler, a KV layout and a runner.
+
+    ``step()`` is schedule → execute → postprocess::
+
+        plan   = scheduler.schedule()            who computes how many tokens
+        result = runner.execute(plan)            the forward pass, one token for each sampling request
+        postprocess(plan, result)                append, detokenise, finish, free; write the StepTrace
+
+    All public methods may be called from any thread; they wait for a step in progress.
+
+    Args:
+        config: the knobs.
+        runner: computes a step (a model, a script, a cost model).
+        clock: engine time; default the machine's monotonic clock.
+        codec: turns tokens into text; None: no texts, and stop strings are refused.
+        eos_token_ids: tokens that end every request which does not ignore them.
+        vocab_size: token ids must be below it; None: not checked.
+        listener: hears of everything as it happens.
+        block_hash: digest of a block for the prefix cache; default SHA-256.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        clock: Clock | None = None,
+        *,
+        codec: TextCodec | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        vocab_size: int | None = None,
+        listener: Listener | None = None,
+        block_hash: BlockHash | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock or MonotonicClock()
+        self._runner = runner
+        self._codec = codec
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._listener = listener
+        self._events: list[Event] = []
+        self._kv = make_kv_cache(config, self._record, block_hash)
+        make = StaticScheduler if config.batching == "static" else Scheduler
+        self._scheduler: Scheduler = make(config, self._kv, self._record)
+        self._live: dict[str, Request] = {}
+        self._done: OrderedDict[str, Request] = OrderedDict()
+        self._ids = itertools.count()
+        self._orders = itertools.count()
+        self._numbers = itertools.count()
+        self._seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "little")
+        self._counts = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._refused = 0
+        self._generated = 0
+        self._steps = 0
+        self._keyframe: Keyframe | None = self._snapshot()
+        self._lock = threading.RLock()
+
+    def _record(self, event: Event) -> None:
+        self._events.append(event)
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival: float | None = None,
+        tokenised: float | None = None,
+        prompt: str | None = None,
+    ) -> str:
+        """Queue a request; returns its id (the id of its first sample when ``n`` > 1, the others append ``#1``, ``#2`` …).
+
+        Args:
+            prompt_token_ids: at least one token.
+            params: sampling settings; default ``SamplingParams()``.
+            request_id: a new id; default a running number.
+            priority: smaller is served first (policy ``priority`` only).
+            cache_salt: prefix-cache hits happen only between requests with the same salt.
+            arrival: when the request was due, seconds of the engine's clock; default now.
+            tokenised: when its prompt was tokenised; default now.
+            prompt: the text, kept for display.
+
+        Raises:
+            RequestRefused: (a ``ValueError``) the request can never run, or the queue is full. Nothing was changed.
+        """
+        with self._lock:
+            params = params or SamplingParams()
+            try:
+                max_tokens = self._validate(prompt_token_ids, params, request_id, priority, cache_salt)
+            except RequestRefused:
+                self._refused += 1
+                raise
+            now = self.clock.now()
+            identity = request_id if request_id is not None else self._new_id()
+            order = next(self._orders)
+            seed = params.seed if params.seed is not None else _mix(self._seed, [order])
+            samples = tuple(identity if i == 0 else f"{identity}#{i}" for i in range(params.n))
+            group = []
+            for index, sample in enumerate(samples):
+                trace = RequestTrace(
+                    request_id=sample,
+                    number=next(self._numbers),
+                    parent_id=identity if index else "",
+                    samples=samples if params.n > 1 else (),
+                    arrival=arrival if arrival is not None else now,
+                    tokenised=tokenised if tokenised is not None else now,
+                    queued=now,
+                    prompt_tokens=len(prompt_token_ids),
+                    priority=priority,
+                    max_tokens=max_tokens,
+                    seed=seed,
+                )
+                group.append(
+                    Request(
+                        sample,
+                        prompt_token_ids,
+                        params,
+                        trace=trace,
+                        max_tokens=max_tokens,
+                        order=order,
+                        priority=priority,
+                        cache_salt=cache_salt,
+                        seed=_mix(seed, prompt_token_ids),
+                        sample_index=index,
+                        eos_token_ids=self._eos_token_ids,
+                        decoder=self._codec.decoder(prompt_token_ids, params.skip_special_tokens) if self._codec else None,
+                        prompt=prompt,
+                    )
+                )
+            self._enter(group)
+            return identity
+
+    def _new_id(self) -> str:
+        while (identity := str(next(self._ids))) in self._live or identity in self._done:
+            pass
+        return identity
+
+    def _enter(self, group: list[Request]) -> None:
+        first = group[0]
+        first.forks = group[1:]
+        for request in group:
+            request.group = group if len(group) > 1 else []
+            self._live[request.request_id] = request
+            if self._listener:
+                text = request.prompt or ""
+                self._listener.opened(OpenedRequest(_copy(request.trace), text[:20_000], tuple(request.prompt_token_ids)))
+        self._scheduler.add(first)
+
+    def _validate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> int:
+        """Refuse what can never run; returns the most tokens it may generate."""
+        config = self.config
+        count = len(prompt_token_ids)
+        if count == 0:
+            raise RequestRefused("the prompt has no tokens: send at least one")
+        for token in prompt_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise RequestRefused(f"the prompt holds {token!r}, which is not a token id (a whole number of at least 0)")
+        if self._vocab_size is not None and max(prompt_token_ids) >= self._vocab_size:
+            raise RequestRefused(
+                f"the prompt holds token id {max(prompt_token_ids)}, but the vocabulary has {self._vocab_size} tokens"
+            )
+        if count >= config.max_model_len:
+            raise RequestRefused(
+                f"the prompt has {count} tokens, but max_model_len={config.max_model_len} must hold the prompt and at least "
+                f"one generated token: shorten the prompt to {config.max_model_len - 1} tokens or raise max_model_len"
+            )
+        if params.max_tokens is not None and count + params.max_tokens > config.max_model_len:
+            raise RequestRefused(
+                f"the prompt has {count} tokens and max_tokens={params.max_tokens}, together {count + params.max_tokens}, "
+                f"but max_model_len={config.max_model_len}: lower max_tokens to {config.max_model_len - count}, shorten "
+                f"the prompt, or raise max_model_len"
+            )
+        room = max(1, min(config.max_model_len - count, self._kv.room(count)))
+        max_tokens = params.max_tokens if params.max_tokens is not None else room
+        refusal = self._kv.refusal(count, max_tokens)
+        if refusal:
+            raise RequestRefused(refusal)
+        if params.min_tokens > max_tokens:
+            raise RequestRefused(f"min_tokens={params.min_tokens}, but only {max_tokens} tokens fit: lower min_tokens")
+        self._validate_samples(params)
+        if params.stop_strings and self._codec is None:
+            raise RequestRefused("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
+        if request_id is not None and (request_id in self._live or request_id in self._done):
+            raise RequestRefused(f"request_id={request_id!r} was used before: choose another or leave it out")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestRefused(f"priority={priority!r} must be a whole number (smaller is served first)")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestRefused(f"cache_salt={cache_salt!r} must be a text")
+        if len(self._scheduler.waiting) >= config.max_num_queued_requests:
+            raise RequestRefused(
+                f"{len(self._scheduler.waiting)} requests wait already and "
+                f"max_num_queued_requests={config.max_num_queued_requests}: wait until some have started, or raise the limit"
+            )
+        return max_tokens
+
+    def _validate_samples(self, params: SamplingParams) -> None:
+        if params.n == 1:
+            return
+        config = self.config
+        if params.n > config.max_num_seqs:
+            raise RequestRefused(
+                f"n={params.n} samples need {params.n} seats, but max_num_seqs={config.max_num_seqs}: "
+                f"lower n or raise max_num_seqs"
+            )
+        for obstacle, present in (
+            ("kv_layout='contiguous'", config.kv_layout == "contiguous"),
+            ("use_kv_cache=False", not config.use_kv_cache),
+            ("batching='static'", config.batching == "static"),
+        ):
+            if present:
+                raise RequestRefused(
+                    f"n={params.n} samples share the prompt's KV blocks, which {obstacle} can't do: "
+                    f"send {params.n} requests with n=1, or change {obstacle.split('=')[0]}"
+                )
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request and all its samples (or one sample, by its own id); frees everything at once.
+
+        Returns False, and changes nothing, for an unknown, finished or already aborted id.
+        """
+        with self._lock:
+            request = self._live.get(request_id) or self._done.get(request_id)
+            if request is None:
+                return False
+            members = [r for r in (request.group or [request]) if r.status is not Status.FINISHED]
+            if request.sample_index:
+                members = [r for r in members if r is request]
+            for member in members:
+                self._close(member, "abort")
+            return bool(members)
+
+    def abort_all(self) -> int:
+        """Stop everything; returns how many requests (samples) were stopped."""
+        with self._lock:
+            members = list(self._live.values())
+            for member in members:
+                self._close(member, "abort")
+            return len(members)
+
+    def _close(self, request: Request, reason: FinishReason, error: str = "", scrub: bool = False) -> None:
+        """End a request before its time, or after it produced its last token."""
+        forks, request.forks = request.forks, []
+        if forks and request.status is Status.RUNNING:
+            self._scheduler.seats_taken -= len(forks)
+        waits_to_fork = request.sample_index and request.status is Status.WAITING and not request.trace.preemptions
+        if waits_to_fork and request.group[0].forks and request in request.group[0].forks:
+            self._leave_before_fork(request)
+        elif reason in ("stop", "length"):
+            self._scheduler.finish(request)
+        else:
+            self._scheduler.remove(request, scrub=scrub)
+        self._report_closed(request, reason, error)
+        for fork in forks:
+            fork.status = Status.FINISHED
+            self._report_closed(fork, reason, error)
+
+    def _leave_before_fork(self, request: Request) -> None:
+        parent = request.group[0]
+        parent.forks.remove(request)
+        if parent.status is Status.RUNNING:
+            self._scheduler.seats_taken -= 1
+        request.status = Status.FINISHED
+
+    def _report_closed(self, request: Request, reason: FinishReason, error: str) -> None:
+        trace = request.trace
+        trace.finish_reason = reason
+        trace.error = error
+        trace.finished = trace.token_times[-1] if reason in ("stop", "length") else self.clock.now()
+        if request.decoder and reason in ("abort", "error"):
+            request.text += request.decoder.finish()
+        self._counts[reason] += 1
+        del self._live[request.request_id]
+        self._done[request.request_id] = request
+        while len(self._done) > KEEP_FINISHED:
+            self._done.popitem(last=False)
+        self._record(Event("finish", request.request_id, (), 0, reason))
+        if self._listener:
+            self._listener.closed(ClosedRequest(_copy(trace), request.text))
+
+    # ------------------------------------------------------------------ stepping
+
+    def step(self, *, wait_time: float = 0.0, slow: bool = False) -> StepTrace:
+        """Run one step; returns its record.
+
+        With nothing to compute the record has no rows; it carries what happened since the last step, if anything did, and
+        only then counts as a step.
+
+        Args:
+            wait_time: seconds spent on other labs since the last step.
+            slow: the step is single-stepped or in slow motion.
+        """
+        with self._lock:
+            start = self.clock.now()
+            plan = self._scheduler.schedule()
+            if not plan.work:
+                return self._idle_step(start, plan)
+            used, cached = self._kv.pool.num_referenced, self._kv.pool.num_cached
+            running, seats = len(self._scheduler.running), self._scheduler.seats_taken
+            for row in plan.rows:
+                if row.request.trace.first_scheduled < 0:
+                    row.request.trace.first_scheduled = start
+            events, self._events = self._events, []
+            scheduled_at = self.clock.now()
+            result, failure = self._execute(plan)
+            end = self.clock.now()
+            rows = self._postprocess(plan, result, failure, end, slow)
+            index = self._steps
+            self._steps += 1
+            step = StepTrace(
+                index=index,
+                start=start,
+                schedule_time=scheduled_at - start,
+                prepare_time=result.prepare_time,
+                forward_time=result.forward_time,
+                sample_time=result.sample_time,
+                postprocess_time=self.clock.now() - end,
+                wait_time=wait_time,
+                end=end,
+                scheduled=rows,
+                token_budget=self.config.token_budget,
+                seats=seats,
+                num_running=running,
+                num_waiting=len(self._scheduler.waiting),
+                blocked=plan.blocked,
+                preemptions=tuple(plan.preemptions),
+                events=tuple(events),
+                events_after=tuple(self._events),
+                keyframe=self._keyframe,
+                kv_used=used,
+                kv_cached=cached,
+                flops=result.flops,
+                bytes=result.bytes,
+                slow=slow,
+            )
+            return self._finish_step(step)
+
+    def _finish_step(self, step: StepTrace) -> StepTrace:
+        self._events = []
+        self._keyframe = self._snapshot() if self._steps % KEYFRAME_EVERY == 0 else None
+        if self._listener:
+            self._listener.stepped(step)
+        return step
+
+    def _idle_step(self, start: float, plan: Plan) -> StepTrace:
+        if self._scheduler.waiting:
+            raise RuntimeError(f"nothing could be scheduled although {self._scheduler.waiting[0]} waits: {plan.blocked}")
+        pool = self._kv.pool
+        step = StepTrace(
+            index=self._steps,
+            start=start,
+            end=start,
+            token_budget=self.config.token_budget,
+            events=tuple(self._events),
+            keyframe=self._keyframe,
+            kv_used=pool.num_referenced,
+            kv_cached=pool.num_cached,
+        )
+        if not self._events:
+            return step
+        self._steps += 1
+        return self._finish_step(step)
+
+    def _execute(self, plan: Plan) -> tuple[StepResult, str]:
+        """Run the plan; a runner that fails as a whole fails all requests of the step, and the engine goes on."""
+        batch = plan.batch(self._steps, self._kv.take_scrub())
+        try:
+            return self._runner.execute(batch), ""
+        except Exception as error:
+            return StepResult([]), f"{type(error).__name__}: {error}"
+
+    def _postprocess(self, plan: Plan, result: StepResult, failure: str, now: float, slow: bool) -> tuple[Scheduled, ...]:
+        """Hand each sampled token to its request, offer full blocks to others, and end what is done."""
+        failed = {row.request.request_id for row in plan.rows} if failure else result.nonfinite
+        if failed:
+            self._fail(plan, failed, failure)
+        sampled: dict[str, int] = {}
+        position = 0
+        tokens, logprobs = result.tokens, result.logprobs
+        commit = self._kv.commit
+        for work in plan.work:
+            request = work.request
+            if request is None:
+                continue
+            if request.status is Status.RUNNING:
+                commit(request)
+            for request in work.samples:
+                if not failure:
+                    if request.status is Status.RUNNING:
+                        sampled[request.request_id] = tokens[position]
+                        self._append(request, tokens[position], logprobs[position] if logprobs else None, now, slow)
+                    position += 1
+        get = sampled.get
+        return tuple(
+            [
+                Scheduled(
+                    row.request.request_id,
+                    row.kind,
+                    row.num_tokens,
+                    row.context,
+                    row.cached,
+                    row.recomputed,
+                    get(row.request.request_id, -1) if row.samples else -1,
+                )
+                for row in plan.rows
+            ]
+        )
+
+    def _fail(self, plan: Plan, failed: frozenset[str] | set[str], failure: str) -> None:
+        """End requests whose numbers are not finite (or all of the step): alone, with their blocks zeroed before reuse."""
+        for work in plan.work:
+            if work.request is None or work.request.request_id not in failed:
+                continue
+            error = failure or (
+                f"the model produced NaN or infinity for this request after {work.context + len(work.token_ids)} tokens: "
+                f"the weights or the prompt are at fault, other requests are not affected"
+            )
+            for request in work.samples or (work.request,):
+                if request.status is Status.RUNNING:
+                    self._close(request, "error", error, scrub=True)
+
+    def _append(self, request: Request, token: int, logprobs: dict | None, now: float, slow: bool) -> None:
+        request.token_ids.append(token)
+        trace = request.trace
+        trace.token_times.append(now)
+        trace.token_steps.append(self._steps)
+        if slow:
+            trace.slow = True
+        self._generated += 1
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
+        reason = check_tokens(request, token, self.config.max_model_len)
+        text = ""
+        if request.decoder is not None:
+            text, reason = take_text(request, token, reason)
+        if self._listener:
+            top = tuple((t, lp.decoded_token, lp.logprob) for t, lp in (logprobs or {}).items())
+            self._listener.token(
+                TokenEvent(request.request_id, request.num_output_tokens - 1, token, text, self._steps, top)
+            )
+        if reason:
+            self._close(request, reason)
+
+    # ------------------------------------------------------------------ looking in
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._live)
+
+    def has_pending_events(self) -> bool:
+        """Whether something happened since the last step that only the next record will tell."""
+        return bool(self._events)
+
+    def request(self, request_id: str) -> RequestTrace:
+        """The life of a request (a sample) so far: a copy.
+
+        Raises:
+            KeyError: unknown, or finished so long ago that it is forgotten.
+        """
+        with self._lock:
+            return _copy(self._find(request_id).trace)
+
+    def _find(self, request_id: str) -> Request:
+        found = self._live.get(request_id) or self._done.get(request_id)
+        if found is None:
+            raise KeyError(
+                f"no request {request_id!r}: unknown, or one of those before the last {KEEP_FINISHED} finished ones"
+            )
+        return found
+
+    def output(self, request_id: str) -> RequestOutput:
+        """Texts and tokens of a request so far, all samples.
+
+        Raises:
+            KeyError: unknown, or finished so long ago that it is forgotten.
+        """
+        with self._lock:
+            first = self._find(request_id)
+            group = first.group or [first]
+            return RequestOutput(
+                request_id=group[0].request_id,
+                prompt=first.prompt,
+                prompt_token_ids=first.prompt_token_ids,
+                outputs=[_completion(request) for request in group],
+                finished=all(request.status is Status.FINISHED for request in group),
+                metrics=_copy(group[0].trace),
+            )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        with self._lock:
+            scheduler, pool, counters = self._scheduler, self._kv.pool, self._scheduler.counters
+            held = [*scheduler.running, *scheduler.finished_rows()]
+            reserved = pool.num_referenced * self.config.block_size
+            return EngineStats(
+                steps=self._steps,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                finished=self._counts["stop"] + self._counts["length"],
+                aborted=self._counts["abort"],
+                failed=self._counts["error"],
+                refused=self._refused,
+                preemptions=counters.preemptions,
+                blocks_total=pool.num_blocks,
+                blocks_free=pool.num_available - pool.num_cached,
+                blocks_cached=pool.num_cached,
+                blocks_referenced=pool.num_referenced,
+                tokens_computed=counters.tokens_computed,
+                tokens_cached=counters.tokens_cached,
+                tokens_recomputed=counters.tokens_recomputed,
+                tokens_lost=counters.tokens_lost,
+                tokens_resumed=counters.tokens_resumed,
+                tokens_generated=self._generated,
+                tokens_padded=counters.tokens_padded,
+                prefix_queries=counters.prefix_queries,
+                prefix_query_blocks=counters.prefix_query_blocks,
+                prefix_hit_blocks=counters.prefix_hit_blocks,
+                evictions=pool.evictions,
+                kv_reserved_tokens=reserved,
+                kv_stored_tokens=reserved - self._kv.unused_tokens(held),
+                largest_hole=self._kv.largest_hole,
+            )
+
+    def _snapshot(self) -> Keyframe:
+        """The whole state now."""
+        scheduler, pool = self._scheduler, self._kv.pool
+        held = [*scheduler.running, *scheduler.finished_rows()]
+        return Keyframe(
+            free=tuple(pool.free),
+            cached=pool.cached_blocks(),
+            tables={r.request_id: tuple(r.block_table) for r in held},
+            computed={r.request_id: r.num_computed_tokens for r in held},
+            waiting=tuple(r.request_id for r in scheduler.waiting),
+            running=tuple(r.request_id for r in scheduler.running),
+        )
+
+    def snapshot(self) -> Keyframe:
+        """The state of pool, tables and queues now: what replaying the trace must give."""
+        with self._lock:
+            return self._snapshot()
+
+    def check(self) -> None:
+        """Verify every invariant of pool, tables, queues and request table; when idle, that everything was returned.
+
+        Raises:
+            RuntimeError: saying what is wrong.
+        """
+        with self._lock:
+            scheduler = self._scheduler
+            scheduler.check()
+            waiting_forks = [fork for r in [*scheduler.waiting, *scheduler.running] for fork in r.forks]
+            queued = {r.request_id for r in [*scheduler.waiting, *scheduler.running, *waiting_forks]}
+            if queued != set(self._live):
+                raise RuntimeError(f"the request table and the queues differ: {sorted(queued ^ set(self._live))}")
+            if not self._live and (self._kv.pool.num_referenced or scheduler.seats_taken):
+                raise RuntimeError(
+                    f"idle, but {self._kv.pool.num_referenced} blocks and {scheduler.seats_taken} seats are held"
+                )
+
+
+def _completion(request: Request) -> CompletionOutput:
+    return CompletionOutput(
+        index=request.sample_index,
+        text=request.text,
+        token_ids=request.output_token_ids,
+        logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
+        finish_reason=request.trace.finish_reason,
+        stop_reason=request.trace.stop_reason,
+        error=request.trace.error,
+    )
+
+
+def _copy(trace: RequestTrace) -> RequestTrace:
+    """A copy whose lists no later step changes."""
+    copy = copy_struct(trace)
+    copy.token_times = list(trace.token_times)
+    copy.token_steps = list(trace.token_steps)
+    return copy
+
+
+def _mix(seed: int, numbers: list[int]) -> int:
+    """A 63-bit number that depends on ``seed`` and all of ``numbers``."""
+    digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little") + array("q", numbers).tobytes(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1

@@ -1,0 +1,493 @@
+"""Where the K and V of each request lie: paged blocks, contiguous extents, or nowhere.
+
+**Paged** (PagedAttention): a request's tokens are cut into blocks of ``block_size``; its block table maps logical blocks to
+physical ones::
+
+    A, 40 tokens, block_size 16          pool
+    logical  0    1    2                 1 2 3 4 5 6 7 8 9 10
+    physical 7    3    9 ── 8 of 16      . . A . B . A . A  .
+             full full used
+
+The only waste is inside the last block: at most ``block_size - 1`` slots a request. Prompts that begin alike share full
+blocks (prefix cache), and samples of one prompt share all of them until one writes: **copy-on-write**::
+
+    prompt 20 tokens = block 7 (full) + block 3 (4 used), n = 2
+      fork            sample 0: 7 3      sample 1: 7 3        block 3 has two owners
+      sample 0 writes sample 0: 7 5      sample 1: 7 3        3 copied to 5, then written at offset 4
+      sample 1 writes sample 0: 7 5      sample 1: 7 3        3 has one owner: written in place
+
+**Contiguous**: one run of blocks a request, reserved whole at admission, first fit::
+
+    pool  A A A A A . . B B B C C C C . .
+          used│res. hole                    reserved but unused: internal waste
+                                            holes too short for the next request: external fragmentation
+
+Positions map to slots in the same way for both: block ``table[p // block_size]``, offset ``p % block_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine.core.block_pool import BlockHash, BlockPool, ContentId, sha256_block_hash
+from engine.core.config import EngineConfig
+from engine.core.request import Request
+from engine.core.trace import Event
+
+Record = Callable[[Event], None]
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens: the quotient rounded up."""
+    return -(-num_tokens // block_size)
+
+
+class KVCache(Protocol):
+    """What the scheduler asks of a KV layout."""
+
+    def lookup(self, request: Request) -> list[int]:
+        """Cached blocks with which the request's sequence begins; at most ``num_tokens - 1`` tokens."""
+        ...
+
+    def explain(self, request: Request, hits: list[int]) -> str:
+        """Why the prefix cache gave no more than ``hits``, for people."""
+        ...
+
+    def shortage(self, request: Request, hits: list[int]) -> tuple[int, int] | None:
+        """None if the whole sequence so far fits now, else (blocks needed, blocks available)."""
+        ...
+
+    def admit(self, request: Request, hits: list[int]) -> None:
+        """Start the request's table with ``hits``."""
+        ...
+
+    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Make room for the next ``num_tokens`` positions; block copies to make first, or None when there is no room."""
+        ...
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Give ``child`` all blocks of ``parent``, shared."""
+        ...
+
+    def commit(self, request: Request) -> None:
+        """The request's computed positions are written: offer its new full blocks to others."""
+        ...
+
+    def release(self, request: Request, *, scrub: bool = False) -> None:
+        """Take everything from the request. ``scrub``: zero what nobody else knows before its reuse."""
+        ...
+
+    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str:
+        """Why such a request can never run, with the numbers; '' when it can."""
+        ...
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """Most tokens such a prompt can generate."""
+        ...
+
+    def unused_tokens(self, requests: Sequence[Request]) -> int:
+        """Token slots reserved for these requests that hold no K and V."""
+        ...
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks."""
+        ...
+
+    @property
+    def largest_hole(self) -> int:
+        """Most blocks that one request could get now."""
+        ...
+
+    def take_scrub(self) -> list[int]:
+        """Blocks to zero before the next forward pass."""
+        ...
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Verify every invariant; raises RuntimeError saying what is wrong."""
+        ...
+
+
+class PagedKVCache:
+    """Block tables over a ``BlockPool``, with the prefix cache when the configuration wants it."""
+
+    def __init__(self, config: EngineConfig, record: Record, block_hash: BlockHash | None = None) -> None:
+        self.pool = BlockPool(config.num_kv_blocks, record)
+        self._config = config
+        self._block_size = config.block_size
+        self._caching = config.prefix_caching
+        self._record = record
+        self._hash = block_hash or sha256_block_hash
+        self._scrub: list[int] = []
+
+    def lookup(self, request: Request) -> list[int]:
+        """Walk the chain of full blocks until one is unknown. Each hit verifies tokens and parent, not the hash alone."""
+        if not self._caching:
+            return []
+        limit = (request.num_tokens - 1) // self._block_size
+        hits: list[int] = []
+        parent: ContentId = request.cache_salt
+        for index, digest in enumerate(self._digests(request, limit)):
+            entry = self.pool.find(digest, self._tokens(request, index), parent)
+            if entry is None:
+                break
+            hits.append(entry.block)
+            parent = entry.uid
+        return hits
+
+    def explain(self, request: Request, hits: list[int]) -> str:
+        """Why the prefix cache gave no more than ``hits``, for people."""
+        size, prompt = self._block_size, request.num_prompt_tokens
+        if not self._caching:
+            return "prefix caching is off"
+        cached = len(hits) * size
+        if cached == (prompt - 1) // size * size:
+            if cached + size <= prompt:
+                return "everything but the last block: the last token is always computed, its logits are needed"
+            return (
+                f"the prompt has {prompt} tokens, not one full block of {size}: only full blocks are shared"
+                if not cached
+                else "every full block of the prompt was found"
+            )
+        parent = self.pool.content_id(hits[-1]) if hits else request.cache_salt
+        start = cached
+        partial = self.pool.longest_partial_match(request.token_ids[start : start + size], parent)
+        after = f"after {cached} tokens " if cached else ""
+        if partial:
+            shared = f"{after}the shared prefix goes on for {partial} tokens, shorter than a block of {size}"
+            return f"{shared}: only full blocks are shared"
+        return f"{after}nothing cached begins like this prompt" if not cached else f"{after}the prompts differ"
+
+    def shortage(self, request: Request, hits: list[int]) -> tuple[int, int] | None:
+        """Hits that nobody holds lie in the free queue themselves, so they reduce what is available."""
+        needed = blocks_for(request.num_tokens, self._block_size) - len(hits)
+        available = self.pool.num_available - sum(1 for block in hits if not self.pool.ref_count[block])
+        return None if needed <= available else (needed, available)
+
+    def admit(self, request: Request, hits: list[int]) -> None:
+        """Share the hits; the request starts after them."""
+        for block in hits:
+            self.pool.share(block)
+        request.block_table.extend(hits)
+        request.num_computed_tokens = len(hits) * self._block_size
+        request.num_cached_blocks = len(hits)
+        request.cached_uid = self.pool.content_id(hits[-1]) if hits else request.cache_salt
+        if hits:
+            self._record(Event("hit", request.request_id, tuple(hits)))
+
+    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Blocks are taken only for what this step writes; a shared last block is copied first."""
+        table = request.block_table
+        missing = -(-(request.num_computed_tokens + num_tokens) // self._block_size) - len(table)
+        shared_at = self._shared_block(request) if request.shared else -1
+        if missing <= 0 and shared_at < 0:
+            return []
+        missing = max(missing, 0)
+        if missing + (shared_at >= 0) > self.pool.num_available:
+            return None
+        copies = []
+        if shared_at >= 0:
+            source = table[shared_at]
+            (copy,) = self.pool.take(1)
+            self.pool.release((source,))
+            table[shared_at] = copy
+            request.shared = False
+            copies.append((source, copy))
+            self._record(Event("cow", request.request_id, (source, copy), shared_at))
+        if missing:
+            blocks = self.pool.take(missing)
+            table.extend(blocks)
+            self._record(Event("alloc", request.request_id, tuple(blocks)))
+        return copies
+
+    def _shared_block(self, request: Request) -> int:
+        """Index of the block that the next token is written into, if somebody else holds it too; else -1."""
+        index, offset = divmod(request.num_computed_tokens, self._block_size)
+        if offset and self.pool.ref_count[request.block_table[index]] > 1:
+            return index
+        request.shared = False
+        return -1
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """The child holds every block of the parent, the partial last one included, until one of them writes."""
+        child.block_table = list(parent.block_table)
+        for block in child.block_table:
+            self.pool.share(block)
+        child.block_hashes = list(parent.block_hashes)
+        child.num_cached_blocks = parent.num_cached_blocks
+        child.cached_uid = parent.cached_uid
+        parent.shared = child.shared = True
+        self._record(Event("fork", child.request_id, (), 0, parent.request_id))
+
+    def commit(self, request: Request) -> None:
+        """Register each block that became full, in order."""
+        if not self._caching:
+            return
+        full = request.num_computed_tokens // self._block_size
+        if request.num_cached_blocks >= full:
+            return
+        digests = self._digests(request, full)
+        for index in range(request.num_cached_blocks, full):
+            block = request.block_table[index]
+            request.cached_uid = self.pool.register(block, digests[index], self._tokens(request, index), request.cached_uid)
+        request.num_cached_blocks = full
+
+    def release(self, request: Request, *, scrub: bool = False) -> None:
+        """Tail first, so that the beginning of the sequence is evicted last."""
+        table = request.block_table
+        if table:
+            blocks = tuple(reversed(table))
+            self.pool.release(blocks)
+            self._record(Event("free", request.request_id, blocks))
+            if scrub:
+                dirty = [b for b in blocks if not self.pool.ref_count[b] and not self.pool.is_cached(b)]
+                self._scrub.extend(dirty)
+                self._record(Event("scrub", request.request_id, tuple(dirty)))
+        request.block_table = []
+        request.num_cached_blocks = 0
+        request.cached_uid = request.cache_salt
+        request.shared = False
+
+    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str:
+        """The last sampled token is never fed back, so prompt + max_tokens - 1 tokens must fit the pool."""
+        needed = blocks_for(num_prompt_tokens + max_tokens - 1, self._block_size)
+        return _pool_refusal(self._config, num_prompt_tokens, max_tokens, needed)
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """Until the pool is full."""
+        return self._config.kv_capacity - num_prompt_tokens + 1
+
+    def unused_tokens(self, requests: Sequence[Request]) -> int:
+        """The rest of each last block, a shared one counted once."""
+        unused = 0
+        seen: set[int] = set()
+        for request in requests:
+            table = request.block_table
+            if table and table[-1] not in seen:
+                seen.add(table[-1])
+                unused += len(table) * self._block_size - request.num_computed_tokens
+        return unused
+
+    @property
+    def largest_hole(self) -> int:
+        """Blocks need not lie side by side: all available ones."""
+        return self.pool.num_available
+
+    def take_scrub(self) -> list[int]:
+        """Blocks of requests that produced NaN."""
+        scrub, self._scrub = self._scrub, []
+        return scrub
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """The pool against the tables of ``requests``, and each table against its request."""
+        self.pool.check([request.block_table for request in requests])
+        for request in requests:
+            held = len(request.block_table) * self._block_size
+            if not request.num_computed_tokens <= held:
+                raise RuntimeError(f"{request} has slots for {held} tokens only")
+            if request.num_cached_blocks * self._block_size > request.num_computed_tokens:
+                raise RuntimeError(f"{request} offers {request.num_cached_blocks} blocks that are not yet written")
+
+    def _digests(self, request: Request, count: int) -> list[bytes]:
+        digests = request.block_hashes
+        for index in range(len(digests), count):
+            parent = digests[-1] if digests else b""
+            salt = request.cache_salt if index == 0 else None
+            digests.append(self._hash(parent, self._tokens(request, index), salt))
+        return digests[:count]
+
+    def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
+        size = self._block_size
+        return tuple(request.token_ids[index * size : (index + 1) * size])
+
+
+class ContiguousKVCache:
+    """One extent of neighbouring blocks a request, first fit: how serving worked before paging, kept to be compared with."""
+
+    def __init__(self, config: EngineConfig, record: Record) -> None:
+        self.pool = BlockPool(config.num_kv_blocks, record)
+        self._config = config
+        self._record = record
+        self._scrub: list[int] = []
+
+    def lookup(self, request: Request) -> list[int]:
+        """Extents can't be shared."""
+        return []
+
+    def explain(self, request: Request, hits: list[int]) -> str:
+        """Why there are no hits."""
+        return "a contiguous extent can't share blocks"
+
+    def _extent(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        whole = self._config.reserve == "max_model_len"
+        tokens = self._config.max_model_len if whole else num_prompt_tokens + max_tokens
+        return blocks_for(tokens, self._config.block_size)
+
+    def shortage(self, request: Request, hits: list[int]) -> tuple[int, int] | None:
+        """The longest hole counts, not the sum of all: the difference is external fragmentation."""
+        needed = self._extent(request.num_prompt_tokens, request.max_tokens)
+        return None if self._first_fit(needed) else (needed, self.largest_hole)
+
+    def admit(self, request: Request, hits: list[int]) -> None:
+        """Reserve the whole extent now."""
+        needed = self._extent(request.num_prompt_tokens, request.max_tokens)
+        start = self._first_fit(needed)
+        blocks = list(range(start, start + needed))
+        for block in blocks:
+            self.pool.free.remove(block)
+            self.pool.ref_count[block] = 1
+        request.block_table = blocks
+        request.num_computed_tokens = 0
+        self._record(Event("alloc", request.request_id, tuple(blocks)))
+
+    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Everything was reserved at admission."""
+        return []
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Refused when the request is added."""
+        raise RuntimeError("a contiguous extent can't be shared by samples")
+
+    def commit(self, request: Request) -> None:
+        """Nothing is offered to others."""
+
+    def release(self, request: Request, *, scrub: bool = False) -> None:
+        """Give the extent back."""
+        blocks = tuple(reversed(request.block_table))
+        if blocks:
+            self.pool.release(blocks)
+            self._record(Event("free", request.request_id, blocks))
+            if scrub:
+                self._scrub.extend(blocks)
+                self._record(Event("scrub", request.request_id, blocks))
+        request.block_table = []
+
+    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str:
+        """The extent must fit the empty pool."""
+        return _pool_refusal(self._config, num_prompt_tokens, max_tokens, self._extent(num_prompt_tokens, max_tokens))
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """Until the pool is full."""
+        return self._config.kv_capacity - num_prompt_tokens
+
+    def unused_tokens(self, requests: Sequence[Request]) -> int:
+        """Reserved for tokens that are not there yet, or never come."""
+        size = self._config.block_size
+        return sum(
+            len(request.block_table) * size - request.num_computed_tokens for request in requests if request.block_table
+        )
+
+    @property
+    def largest_hole(self) -> int:
+        """Longest run of neighbouring free blocks."""
+        longest = run = 0
+        for count in self.pool.ref_count[1:]:
+            run = 0 if count else run + 1
+            longest = max(longest, run)
+        return longest
+
+    def _first_fit(self, needed: int) -> int:
+        """First block of the first hole of at least ``needed`` blocks, or 0."""
+        run = 0
+        for block in range(1, self.pool.num_blocks + 1):
+            run = 0 if self.pool.ref_count[block] else run + 1
+            if run == needed:
+                return block - needed + 1
+        return 0
+
+    def take_scrub(self) -> list[int]:
+        """Blocks of requests that produced NaN."""
+        scrub, self._scrub = self._scrub, []
+        return scrub
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """The pool against the extents, and that each extent is one run."""
+        self.pool.check([request.block_table for request in requests])
+        for request in requests:
+            table = request.block_table
+            if table and table != list(range(table[0], table[0] + len(table))):
+                raise RuntimeError(f"the extent of {request} is not contiguous: {table}")
+
+
+class NoKVCache:
+    """Nothing is stored: each step computes every token of every running request again."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.pool = BlockPool(0)
+        self._config = config
+
+    def lookup(self, request: Request) -> list[int]:
+        """Nothing is stored."""
+        return []
+
+    def explain(self, request: Request, hits: list[int]) -> str:
+        """Why there are no hits."""
+        return "nothing is stored without a KV cache"
+
+    def shortage(self, request: Request, hits: list[int]) -> tuple[int, int] | None:
+        """No blocks, no shortage."""
+        return None
+
+    def admit(self, request: Request, hits: list[int]) -> None:
+        """Nothing to reserve."""
+
+    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Nothing to reserve."""
+        return []
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Refused when the request is added."""
+        raise RuntimeError("without a KV cache there is nothing to share between samples")
+
+    def commit(self, request: Request) -> None:
+        """Nothing is stored."""
+
+    def release(self, request: Request, *, scrub: bool = False) -> None:
+        """Nothing to give back."""
+
+    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str:
+        """Only ``max_model_len`` limits a request, and the budget holds that."""
+        return ""
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """Until the context is full."""
+        return self._config.max_model_len - num_prompt_tokens
+
+    def unused_tokens(self, requests: Sequence[Request]) -> int:
+        """Nothing is reserved."""
+        return 0
+
+    @property
+    def largest_hole(self) -> int:
+        """No blocks."""
+        return 0
+
+    def take_scrub(self) -> list[int]:
+        """No blocks."""
+        return []
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """No request may hold a block."""
+        for request in requests:
+            if request.block_table:
+                raise RuntimeError(f"{request} holds blocks although there is no KV cache")
+
+
+def make_kv_cache(config: EngineConfig, record: Record, block_hash: BlockHash | None = None) -> KVCache:
+    """The layout that ``config`` names."""
+    if not config.use_kv_cache:
+        return NoKVCache(config)
+    if config.kv_layout == "contiguous":
+        return ContiguousKVCache(config, record)
+    return PagedKVCache(config, record, block_hash)
+
+
+def _pool_refusal(config: EngineConfig, num_prompt_tokens: int, max_tokens: int, needed: int) -> str:
+    if needed <= config.num_kv_blocks:
+        return ""
+    return (
+        f"the request can need {needed} KV blocks ({num_prompt_tokens} prompt tokens + max_tokens={max_tokens}, block_size="
+        f"{config.block_size}), but the pool has num_kv_blocks={config.num_kv_blocks}: shorten the prompt, lower "
+        f"max_tokens, or raise num_kv_blocks"
+    )
