@@ -79,7 +79,7 @@ class Replayer:
         for event in step.events:
             self._apply(event)
         for row in step.scheduled:
-            if row.kind not in ("padding", "fork"):
+            if row.kind != "padding":
                 self._computed[row.request_id] = row.context + row.num_tokens
 
     def after(self, step: StepTrace) -> None:
