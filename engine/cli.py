@@ -8,19 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine import __version__
 
 if TYPE_CHECKING:
-    from engine.core.trace import RequestTrace
     from engine.llm import LLM
 
 DEFAULT_PORT = 8501
 SPIN = "10000"
-"""How long OpenMP's threads spin before they sleep: short, because long spinning is slow as soon as another program is busy."""
+"""How long OpenMP's threads spin before they sleep: short, because long spinning is slow once another program is busy."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -69,7 +67,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="smollm2", help="smollm2 (embedded, the default), tiny (random weights), a folder, or a hub name"
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 …; auto (the default) takes a GPU if there is one")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1 …; auto (the default) takes a GPU if there is one"
+    )
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="number format of weights and KV cache")
     parser.add_argument("--threads", type=_positive, help="CPU threads of the engine")
 
@@ -87,16 +87,24 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     _add_model_options(generate)
     generate.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
-    generate.add_argument("--stats", action="store_true", help="print token counts and latencies at the end, on standard error")
+    generate.add_argument(
+        "--stats", action="store_true", help="print token counts and latencies at the end, on standard error"
+    )
     sampling = generate.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=_positive, default=256, help="most tokens to generate (default 256)")
     sampling.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
     sampling.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all (default)")
-    sampling.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest tokens that reach p together (default 0.95)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="drop tokens less likely than min-p times the likeliest (default 0)")
+    sampling.add_argument(
+        "--top-p", type=float, default=0.95, help="keep the likeliest tokens that reach p together (default 0.95)"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, help="drop tokens less likely than min-p times the likeliest (default 0)"
+    )
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 discourages repeating (default 1)")
     sampling.add_argument("--seed", type=int, help="makes a sampled text repeatable")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again"
+    )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     engine = generate.add_argument_group("engine")
     engine.add_argument("--max-model-len", type=_positive, help="longest prompt plus output, tokens")
@@ -119,8 +127,8 @@ def _lab(arguments: argparse.Namespace) -> int:
 
     if not port_is_free(arguments.port, arguments.host):
         raise ValueError(
-            f"port {arguments.port} on {arguments.host} is in use or not allowed. Stop the program that holds it (a lab may be "
-            f"running already), or choose another port: inference-lab lab --port {_another(arguments.port)} "
+            f"port {arguments.port} on {arguments.host} is in use or not allowed. Stop the program that holds it (a lab may "
+            f"be running already), or choose another port: inference-lab lab --port {_another(arguments.port)} "
             f"(make lab PORT={_another(arguments.port)})"
         )
     from app.server import run

@@ -1,7 +1,7 @@
 """``inference-lab doctor``: what this machine offers, what is in the way, and what to do about it.
 
-Two halves: :func:`collect` looks at the machine and returns plain :class:`Facts`; :func:`diagnose` turns facts into findings and
-touches nothing, so every verdict is tested on made-up facts.
+Two halves: :func:`collect` looks at the machine and returns plain :class:`Facts`; :func:`diagnose` turns facts into findings
+and touches nothing, so every verdict is tested on made-up facts.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ def _software(facts: Facts) -> list[Finding]:
     found = []
     if facts.python < (3, 11, 0):
         found.append(
-            _problem(f"Python {_dotted(facts.python)} is too old: the lab needs 3.11.", "Make the environment with Python 3.11 or newer.")
+            _problem(
+                f"Python {_dotted(facts.python)} is too old: the lab needs 3.11.",
+                "Make the environment with Python 3.11 or newer.",
+            )
         )
     for name, version in facts.versions.items():
         if version is None:
@@ -130,13 +133,16 @@ def _software(facts: Facts) -> list[Finding]:
     if torch and not low <= _release(torch) < high:
         found.append(
             _note(
-                f"torch {torch} is outside the versions the lab was made for ({_dotted(low)} up to, not including, {_dotted(high)}).",
+                f"torch {torch} is not one that the lab was made for (from {_dotted(low)}, below {_dotted(high)}).",
                 "Run: pip install -c constraints.txt -e .",
             )
         )
     if facts.torch_error:
         found.append(
-            _problem(f"torch does not load: {facts.torch_error}", "Install it again: pip install --force-reinstall -c constraints.txt torch")
+            _problem(
+                f"torch does not load: {facts.torch_error}",
+                "Install it again: pip install --force-reinstall -c constraints.txt torch",
+            )
         )
     return found
 
@@ -148,14 +154,14 @@ def _devices(facts: Facts) -> list[Finding]:
         return [
             _note(
                 "An NVIDIA driver is here, but this build of torch is for the CPU only.",
-                'Choose a CUDA build on the "Get started" page of pytorch.org, install it into this environment, then run doctor again.',
+                'Choose a CUDA build on the "Get started" page of pytorch.org and install it into this environment.',
             )
         ]
     if facts.nvidia_driver:
         return [
             _note(
                 f"An NVIDIA driver is here and torch is built for CUDA {facts.cuda_build}, but torch sees no GPU.",
-                "Run nvidia-smi. If it lists the GPU, the driver is older than this CUDA version: update the driver, or choose "
+                "Run nvidia-smi. If it lists the GPU, the driver is too old for this CUDA version: update it, or choose "
                 'another build on the "Get started" page of pytorch.org. Also look at CUDA_VISIBLE_DEVICES.',
             )
         ]
@@ -198,7 +204,7 @@ def _room(facts: Facts) -> list[Finding]:
     if facts.memory_available is not None and facts.memory_available < MODEL_MEMORY:
         found.append(
             _problem(
-                f"{_size(facts.memory_available)} of memory are available; the lab with the embedded model needs {_size(MODEL_MEMORY)}.",
+                f"{_size(facts.memory_available)} of memory are available; the embedded model needs {_size(MODEL_MEMORY)}.",
                 "Close other programs, or start with the tiny random model: inference-lab lab --model tiny",
             )
         )
@@ -218,7 +224,7 @@ def _threads(facts: Facts) -> list[Finding]:
     if facts.threads is not None and facts.threads > max(1.0, facts.cores_usable):
         found.append(
             _note(
-                f"torch uses {facts.threads} threads, but only {facts.cores_usable:g} cores are usable: they get in each other's way.",
+                f"torch uses {facts.threads} threads, but only {facts.cores_usable:g} cores are usable.",
                 f"Start with --threads {max(1, int(facts.cores_usable))}.",
             )
         )
@@ -232,12 +238,14 @@ def _threads(facts: Facts) -> list[Finding]:
     if facts.platform.startswith("Linux") and omp_wait(facts.openmp) == "libgomp's default":
         found.append(
             _note(
-                "OpenMP's threads wait the way libgomp chooses: long spinning, which is slow whenever another program is busy.",
+                "OpenMP's threads wait as libgomp chooses: long spinning, which is slow whenever another program is busy.",
                 "Start through inference-lab (it sets a short spin), or set GOMP_SPINCOUNT=10000.",
             )
         )
     if facts.measurement is not None and facts.measurement.error:
-        found.append(_problem(f"The quick measurement failed: {facts.measurement.error}", "Please report it with this page."))
+        found.append(
+            _problem(f"The quick measurement failed: {facts.measurement.error}", "Please report it with this page.")
+        )
     return found
 
 
@@ -379,6 +387,11 @@ def _embedded_file() -> tuple[str | None, int | None]:
     return None, None
 
 
+def has_embedded_model() -> bool:
+    """Whether the embedded model's weights are installed or converted already."""
+    return _embedded_file()[0] is not None or _converted_copy()[0] is not None
+
+
 def cache_folder() -> Path:
     """Where the converted model is kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -479,7 +492,9 @@ def _hardware_rows(facts: Facts) -> list[tuple[str, str]]:
         rows.append((f"cuda:{index}", f"{gpu.name}, compute capability {gpu.capability}, {free} of {total} free"))
     if not facts.gpus:
         rows.append(("GPU", "none that torch can use"))
-    rows.append(("threads", f"{facts.threads if facts.threads is not None else 'unknown'}, waiting: {omp_wait(facts.openmp)}"))
+    rows.append(
+        ("threads", f"{facts.threads if facts.threads is not None else 'unknown'}, waiting: {omp_wait(facts.openmp)}")
+    )
     if facts.memory_available is not None and facts.memory_total is not None:
         rows.append(("memory", f"{_size(facts.memory_available)} of {_size(facts.memory_total)} available"))
     return rows
@@ -506,7 +521,9 @@ def _measured_rows(facts: Facts) -> list[tuple[str, str]]:
         ("measured matmul", f"{measured.matmul_rate / GB:.0f} GFLOP/s (float32)"),
     ]
     if measured.tiny_tokens_per_second is not None:
-        rows.append(("measured engine", f"{measured.tiny_tokens_per_second:.0f} output tokens/s (tiny random model, 4 requests)"))
+        rows.append(
+            ("measured engine", f"{measured.tiny_tokens_per_second:.0f} output tokens/s (tiny random model, 4 requests)")
+        )
     return [*rows, ("", "measured in about 2 s on the CPU: other work on the machine makes these smaller")]
 
 

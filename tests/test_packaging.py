@@ -17,12 +17,33 @@ import engine
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".js", ".css", ".html", ".json", ".jsonl", ".yml", ".yaml", ".cfg", ".csv", ""}
+TEXT_SUFFIXES = {
+    ".py",
+    ".md",
+    ".toml",
+    ".txt",
+    ".js",
+    ".css",
+    ".html",
+    ".json",
+    ".jsonl",
+    ".yml",
+    ".yaml",
+    ".cfg",
+    ".csv",
+    "",
+}
 
 
 def tracked_files() -> list[Path]:
     """Files of the repository: git's list, or all but ignored folders where there is no git."""
-    listing = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if listing.returncode == 0 and listing.stdout:
         return [ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]
     skipped = {".venv", "build", "dist", "out", "__pycache__", ".git"}
@@ -48,7 +69,9 @@ def test_every_dependency_is_pinned_inside_its_range():
         if normal(requirement.name) == "inference-lab":
             continue
         assert normal(requirement.name) in pinned, f"{requirement.name} is not in constraints.txt"
-        assert requirement.specifier.contains(pinned[normal(requirement.name)]), f"{line}: pinned {pinned[normal(requirement.name)]}"
+        assert requirement.specifier.contains(pinned[normal(requirement.name)]), (
+            f"{line}: pinned {pinned[normal(requirement.name)]}"
+        )
 
 
 def test_pins_are_plain():
@@ -116,9 +139,15 @@ def test_licence_is_apache_2():
 
 # Written in two halves, so that this file does not hold what it looks for.
 FORBIDDEN = {
-    "a package registry's host": re.compile("pypi" + r"\.org|python" + r"hosted\.org|registry\.npm" + r"js|deb\.deb" + r"ian\.org"),
-    "a download address": re.compile(r"https?://\S+\.(whl|tar\.gz|tgz|deb|zip)\b|download\.pytorch" + r"\.org|(extra-)?index" + "-url"),
-    "a path of one machine": re.compile(r"(?<![\w.~])/(work|root|farm)" + r"/[\w.]|/tmp" + r"/\w+|/opt/py" + r"pi|/home" + r"/\w+/"),
+    "a package registry's host": re.compile(
+        "pypi" + r"\.org|python" + r"hosted\.org|registry\.npm" + r"js|deb\.deb" + r"ian\.org"
+    ),
+    "a download address": re.compile(
+        r"https?://\S+\.(whl|tar\.gz|tgz|deb|zip)\b|download\.pytorch" + r"\.org|(extra-)?index" + "-url"
+    ),
+    "a path of one machine": re.compile(
+        r"(?<![\w.~])/(work|root|farm)" + r"/[\w.]|/tmp" + r"/\w+|/opt/py" + r"pi|/home" + r"/\w+/"
+    ),
 }
 
 
@@ -150,7 +179,12 @@ def test_wheel_holds_packages_and_assets(tmp_path: Path):
     (source / "assets" / "probe.json").write_text("{}")
     build = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
     done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, text=True, env={**os.environ}, check=False
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        env={**os.environ},
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")

@@ -1,7 +1,7 @@
 """What a device can do at best, measured here: copy bandwidth and matrix-multiplication rate.
 
-Both are measured with torch's own kernels, so they bound what an engine built on torch can reach, not what the silicon could do
-in a vendor's benchmark. The best of several repeats counts: a busy machine only ever makes a repeat slower.
+Both are measured with torch's own kernels, so they bound what an engine built on torch can reach, not what the silicon
+could do in a vendor's benchmark. The best of several repeats counts: a busy machine only ever makes a repeat slower.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Lessons: texts and the experiments they run on the engine."""
