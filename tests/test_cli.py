@@ -1,0 +1,140 @@
+"""The command line as a person meets it: each test runs the real program."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine
+from engine import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "engine.cli", *arguments],
+        cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def refused(*arguments: str, **environment: str) -> str:
+    """Run what must be refused; return the one line on stderr."""
+    done = run(*arguments, **environment)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_version():
+    assert run("version").stdout == f"inference-lab {engine.__version__}\n"
+
+
+def test_help_names_every_command_and_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom engine import cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit(bool({'torch', 'streamlit', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, "a heavy library was loaded"
+    for command in ("lab", "generate", "doctor", "version"):
+        assert f"\n    {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["lab", "--port", "70000"], "from 1 to 65535"),
+        (["generate", "hello", "--max-tokens", "0"], "whole number of at least 1"),
+        (["generate", "hello", "--dtype", "int3"], "int3"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("preset", "spin"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+)
+def test_the_users_choice_of_waiting_is_kept(preset, spin, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in preset.items():
+        monkeypatch.setenv(name, value)
+    cli.settle_openmp()
+    assert os.environ.get("GOMP_SPINCOUNT") == spin
+
+
+def test_a_port_in_use_is_named_with_the_way_out():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        line = refused("lab", "--port", str(port), "--model", "tiny")
+    assert str(port) in line
+    assert "--port" in line
+
+
+def test_generate_streams_the_same_text_again_with_the_same_seed():
+    first = run(
+        "generate", "hello", "--model", "tiny", "--device", "cpu", "--max-tokens", "12", "--seed", "3", "--ignore-eos"
+    )
+    again = run(
+        "generate", "hello", "--model", "tiny", "--device", "cpu", "--max-tokens", "12", "--seed", "3", "--ignore-eos"
+    )
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout
+    assert first.stdout.strip()
+    assert first.stderr == ""
+
+
+def test_generate_prints_what_the_library_gives():
+    from engine import LLM, SamplingParams
+
+    done = run(
+        "generate", "hello there", "--model", "tiny", "--raw", "--temperature", "0", "--max-tokens", "10", "--device", "cpu"
+    )
+    llm = LLM("tiny", device="cpu")
+    output = llm.generate("hello there", SamplingParams(temperature=0, top_p=0.95, max_tokens=10))[0]
+    assert done.stdout == output.outputs[0].text + "\n"
+
+
+def test_stats_name_each_latency_and_the_counts():
+    done = run("generate", "hello", "--model", "tiny", "--max-tokens", "8", "--ignore-eos", "--stats", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    for name in ("prompt", "8 output tokens", "TTFT", "TPOT", "E2E", "tokens/s"):
+        assert name in done.stderr
+
+
+def test_the_prompt_can_come_from_standard_input():
+    options = ("--model", "tiny", "--max-tokens", "8", "--device", "cpu", "--ignore-eos", "--temperature", "0")
+    typed = run("generate", "hello", *options)
+    piped = run("generate", "-", *options, stdin="hello")
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout == typed.stdout != run("generate", "-", *options, stdin="another prompt").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", ""], "empty"),
+        (["generate", "hello", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "hello", "--top-p", "1.5"], "top_p=1.5"),
+        (["generate", "hello", "--model", "no/such/folder/here"], "no/such/folder/here"),
+        (["generate", "hello " * 400, "--model", "tiny", "--max-model-len", "64"], "64"),
+        (["generate", "hello", "--model", "tiny", "--device", "cuda:99"], "cuda"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line(arguments, said):
+    assert said in refused(*arguments)
