@@ -76,11 +76,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._normalise_stops()
 
     def _normalise_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop, "a text or a list of texts")
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop={text!r} must be a text of at least one character")
-        ids = tuple(self.stop_token_ids or ())
+        ids = _sequence("stop_token_ids", self.stop_token_ids, "a list of token ids")
         for token in ids:
             _whole("stop_token_ids", token, 0, None)
         msgspec.structs.force_setattr(self, "stop", stop)
@@ -101,6 +101,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def has_penalties(self) -> bool:
         """Whether tokens already seen change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _sequence(name: str, value: object, wanted: str) -> tuple:
+    if value is not None and not isinstance(value, (list, tuple, set, frozenset)):
+        raise ValueError(f"{name}={value!r} must be {wanted}")
+    return tuple(value or ())
 
 
 def _whole(name: str, value: object, least: int | None, most: int | None) -> None:
