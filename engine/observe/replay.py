@@ -51,7 +51,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StepGone(LookupError):
+class StepGoneError(LookupError):
     """The step was not recorded, or its record and the keyframe before it are no longer kept."""
 
 
@@ -198,17 +198,17 @@ def state_at(steps: Sequence[StepTrace], index: int, num_blocks: int, phase: Pha
         phase: "during" the forward pass, or "after" the whole step.
 
     Raises:
-        StepGone: naming the steps that can be shown.
+        StepGoneError: naming the steps that can be shown.
     """
     first = steps[0].index if steps else 0
     place = index - first
     if not 0 <= place < len(steps):
-        raise StepGone(f"step {index} is not kept: the record holds steps {first} to {first + len(steps) - 1}")
+        raise StepGoneError(f"step {index} is not kept: the record holds steps {first} to {first + len(steps) - 1}")
     start = place
     while steps[start].keyframe is None:
         start -= 1
         if start < 0:
-            raise StepGone(f"step {index} can't be rebuilt: the keyframe before it is no longer kept")
+            raise StepGoneError(f"step {index} can't be rebuilt: the keyframe before it is no longer kept")
     keyframe = steps[start].keyframe
     assert keyframe is not None
     replayer = Replayer(keyframe, num_blocks)
