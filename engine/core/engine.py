@@ -280,17 +280,18 @@ class Engine:
             members = [r for r in (request.group or [request]) if r.status is not Status.FINISHED]
             if request.sample_index:
                 members = [r for r in members if r is request]
-            for member in members:
-                self._close(member, "abort")
-            return bool(members)
+            return self._abort(members) > 0
 
     def abort_all(self) -> int:
         """Stop everything; returns how many requests (samples) were stopped."""
         with self._lock:
-            members = list(self._live.values())
-            for member in members:
+            return self._abort(list(self._live.values()))
+
+    def _abort(self, members: list[Request]) -> int:
+        for member in members:
+            if member.status is not Status.FINISHED:  # closing a parent closes the samples that wait to fork from it
                 self._close(member, "abort")
-            return len(members)
+        return len(members)
 
     def _close(self, request: Request, reason: FinishReason, error: str = "", scrub: bool = False) -> None:
         """End a request before its time, or after it produced its last token."""

@@ -15,7 +15,7 @@ step hands out ``max_num_batched_tokens`` of them::
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -102,16 +102,15 @@ class Scheduler:
             request.order,
             request.sample_index,
         )
-        self._enqueue(request)
-        self._record(
-            Event(
-                "queue", request.request_id, (), request.num_prompt_tokens, str(request.priority) if request.priority else ""
-            )
-        )
+        place = self._enqueue(request)
+        self._record(Event("queue", request.request_id, (), request.num_prompt_tokens, str(place)))
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> int:
+        """Put the request at its place in the waiting queue; returns the place, 0 is the head."""
         request.status = Status.WAITING
-        insort(self.waiting, request, key=lambda r: r.urgency)
+        place = bisect(self.waiting, request.urgency, key=lambda r: r.urgency)
+        self.waiting.insert(place, request)
+        return place
 
     def remove(self, request: Request, *, scrub: bool = False) -> None:
         """A request is done, aborted or failed: give back its seats and blocks at once."""
@@ -192,11 +191,11 @@ class Scheduler:
         self.kv.release(victim)
         victim.num_computed_tokens = 0
         victim.trace.preemptions += 1
-        self._enqueue(victim)
+        place = self._enqueue(victim)
         self.counters.preemptions += 1
         self.counters.tokens_lost += lost
         plan.preemptions.append(Preemption(victim.request_id, lost, in_favour_of.request_id))
-        self._record(Event("preempt", victim.request_id, (), lost))
+        self._record(Event("preempt", victim.request_id, (), lost, str(place)))
 
     def _schedule_waiting(self, plan: Plan) -> None:
         while self.waiting:

@@ -31,7 +31,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ====== ========================= ====================== =========================================
     op     request_id                blocks                 value / other
     ====== ========================= ====================== =========================================
-    queue  added to waiting                                 value: prompt tokens; other: priority
+    queue  added to waiting                                 value: prompt tokens; other: place in the queue
     admit  waiting → running                                value: tokens taken from the prefix cache
     alloc  its table grows           new blocks, in order   (contiguous layout: the whole extent)
     hit    its table grows           cached blocks shared
@@ -40,7 +40,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     evict                            blocks that lose hash
     cache  now offered to others     blocks that gain hash
     free   its table is released     in release order
-    preempt running → waiting                               value: tokens thrown away
+    preempt running → waiting                               value: tokens thrown away; other: place in the queue
     finish leaves the engine                                other: finish reason
     scrub                            zeroed before reuse
     ====== ========================= ====================== =========================================
