@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -68,10 +69,8 @@ def record(seed: int, num_actions: int = 300, **config: Any) -> tuple[EngineConf
     for _ in range(num_actions):
         if rng.random() < 0.35:
             params = SamplingParams(max_tokens=rng.randint(1, 40), n=rng.choice([1, 1, 1, 2, 3]))
-            try:
+            with contextlib.suppress(ValueError):
                 engine.add_request([rng.choice([1, 2])] * rng.randint(1, 60), params, priority=rng.randint(0, 3))
-            except ValueError:
-                pass
         live = [e.trace.request_id for e in recording.opened_events][-6:]
         if rng.random() < 0.05 and live:
             engine.abort(rng.choice(live))

@@ -71,8 +71,8 @@ def test_a_cut_file_reads_up_to_its_last_whole_frame(tmp_path: Path) -> None:
                 steps = list(reader.all_steps())
                 assert steps == recording.steps[: len(steps)]
                 seen.add(len(steps))
-        except RunFileError as error:
-            assert "cut.inflab" in str(error)
+        except RunFileError:
+            assert length < 600, "only a cut header is worth an error"
     assert len(seen) > 2
 
 
