@@ -240,7 +240,7 @@ class TraceLog:
         self._num_times = 0
         self._finished_let_go = 0
         self._waiting: list[str] = []
-        self._running: dict[str, None] = {}
+        self._running: list[str] = []
         self._stats = EngineStats()
         self._now = 0.0
 
@@ -303,7 +303,7 @@ class TraceLog:
         if step.keyframe is not None:
             self._resync(step.keyframe.waiting, step.keyframe.running)
         for event in step.events:
-            self._move(event.op, event.request_id)
+            self._move(event.op, event.request_id, event.other)
         for row in step.scheduled:
             entry = self._live.get(row.request_id)
             if entry is not None:
@@ -313,7 +313,7 @@ class TraceLog:
             if entry is not None:
                 entry.trace.preemptions += 1
         for event in step.events_after:
-            self._move(event.op, event.request_id)
+            self._move(event.op, event.request_id, event.other)
         self._steps.append(step)
         self._units += step_units(step)
 
@@ -345,7 +345,6 @@ class TraceLog:
         if entry is None:
             return
         self._dequeue(request_id)
-        self._running.pop(request_id, None)
         entry.close(closed.trace, closed.text)
         self._finished.append(request_id)
         self._num_times += len(closed.trace.token_times)
@@ -372,28 +371,36 @@ class TraceLog:
         insort(self._waiting, request_id, key=self._urgency)
 
     def _dequeue(self, request_id: str) -> None:
-        if request_id in self._waiting:
-            self._waiting.remove(request_id)
+        for queue in (self._waiting, self._running):
+            if request_id in queue:
+                queue.remove(request_id)
 
-    def _move(self, op: str, request_id: str) -> None:
-        """One queue event; whatever concerns requests that are gone or already there changes nothing."""
-        if request_id not in self._live:
+    def _move(self, op: str, request_id: str, other: str) -> None:
+        """One queue event; whatever concerns requests that are gone changes nothing."""
+        if request_id not in self._live or op not in ("admit", "fork", "preempt", "finish"):
             return
-        if op in ("admit", "fork"):
-            self._dequeue(request_id)
-            self._running[request_id] = None
-        elif op == "preempt" and request_id in self._running:
-            del self._running[request_id]
+        self._dequeue(request_id)
+        if op == "admit":
+            self._running.append(request_id)
+        elif op == "fork":
+            self._running.insert(self._place_of_fork(other), request_id)
+        elif op == "preempt":
             self._enqueue(request_id)
-        elif op == "finish":
-            self._dequeue(request_id)
-            self._running.pop(request_id, None)
+
+    def _place_of_fork(self, parent: str) -> int:
+        """Behind its parent and the samples forked before it."""
+        if parent not in self._running:
+            return len(self._running)
+        place = self._running.index(parent) + 1
+        while place < len(self._running) and self._entries[self._running[place]].trace.parent_id == parent:
+            place += 1
+        return place
 
     def _resync(self, waiting: Sequence[str], running: Sequence[str]) -> None:
         """Take the queues of a keyframe; requests that came after it keep their place."""
         known = {*waiting, *running}
         later = [request_id for request_id in self._waiting if request_id not in known]
-        self._running = {request_id: None for request_id in running if request_id in self._live}
+        self._running = [request_id for request_id in running if request_id in self._live]
         self._waiting = [request_id for request_id in waiting if request_id in self._live]
         for request_id in later:
             self._enqueue(request_id)

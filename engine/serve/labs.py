@@ -40,6 +40,8 @@ class HostModel(Protocol):
     """A loaded model as the labs need it."""
 
     info: ModelInfo
+    context_limit: int
+    """Longest sequence that the model computes, tokens."""
     codec: TextCodec
     eos_token_ids: frozenset[int]
 
@@ -294,7 +296,7 @@ class Lab:
                 raise RefusalError(
                     f"the prompt has {len(text):,} characters and more than {count:,} tokens; "
                     f"max_model_len={limit:,} tokens is the limit of prompt and answer together. Shorten the prompt, or "
-                    f"raise max_model_len (this model was made for up to {self.model.info.max_position:,})"
+                    f"raise max_model_len (this model computes up to {self.model.context_limit:,})"
                 )
             size *= 4
         return self.model.encode(text, chat=command.chat)
@@ -420,10 +422,10 @@ class LabSet:
         lab.restart(config, runner)
 
     def _config(self, fields: dict[str, Any]) -> EngineConfig:
-        longest = self.model.info.max_position
+        longest = self.model.context_limit
         fields = dict(fields)
         if "max_model_len" not in fields:
-            fields["max_model_len"] = min(EngineConfig.__struct_defaults__[0], longest)
+            fields["max_model_len"] = min(EngineConfig().max_model_len, longest)
         config = build_config(fields)
         if config.max_model_len > longest:
             raise ConfigError(

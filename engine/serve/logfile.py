@@ -15,17 +15,16 @@ _numbers = itertools.count(1)
 
 
 def cache_folder() -> Path:
-    """The user's cache folder of the lab: ``INFERENCE_LAB_CACHE`` if set, else where the system keeps such things."""
+    """The lab's cache folder: INFERENCE_LAB_CACHE, else inference-lab in the user's cache folder.
+
+    The same as ``engine.model.checkpoint.cache_folder``, which a client can't import without torch.
+    """
     chosen = os.environ.get("INFERENCE_LAB_CACHE")
     if chosen:
         return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "inference-lab"
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "inference-lab"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inference-lab"
 
 
 def new_log() -> tuple[Path | None, BinaryIO]:

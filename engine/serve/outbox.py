@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 MAX_REPLIES = 256
 """Unsent replies above which no further command is read."""
-MAX_ENDS = 20_000
-"""Openings, and closings, that one unsent update may hold."""
 MAX_NOTICE = 2_000
 """Characters of a merged notice."""
 
@@ -96,25 +94,34 @@ class _Pending:
         self.units += sum(weigh(item) for item in more)
 
     def _shrink(self, limit: int) -> None:
-        """Oldest steps go first, with their tokens; then long prompts; then the oldest closings."""
-        while self.units > limit and (self.steps or self.tokens):
+        """Oldest steps go first, with their tokens; then long prompts; then the oldest requests that are finished.
+
+        Leaves some air below the limit, so that it costs O(1) an update on average.
+        """
+        target = limit * 4 // 5
+        while self.units > target and (self.steps or self.tokens):
             if self.steps:
                 self.units -= step_units(self.steps.popleft())
                 self.left_out += 1
             while self.tokens and (not self.steps or self.tokens[0].step < self.steps[0].index):
                 self.units -= token_units(self.tokens.popleft())
-        if self.units > limit:
+        if self.units > target:
+            self.units -= sum(map(opened_units, self.opened))
             self.opened = deque(_without_prompt(opened) for opened in self.opened)
-            self.units = self._count()
-        while self.closed and (self.units > limit or len(self.closed) > MAX_ENDS):
-            self.units -= closed_units(self.closed.popleft())
-            self.ends_left_out += 1
-        while len(self.opened) > MAX_ENDS:
-            self.units -= opened_units(self.opened.popleft())
+            self.units += sum(map(opened_units, self.opened))
+        if self.units > target:
+            self._leave_requests_out(target)
 
-    def _count(self) -> int:
-        units = sum(map(step_units, self.steps)) + sum(map(token_units, self.tokens))
-        return units + sum(map(opened_units, self.opened)) + sum(map(closed_units, self.closed))
+    def _leave_requests_out(self, target: int) -> None:
+        """Finished requests go whole: one whose opening still waits here was never heard of."""
+        openings = {opened.trace.request_id: opened_units(opened) for opened in self.opened}
+        gone: set[str] = set()
+        while self.closed and self.units > target:
+            closed = self.closed.popleft()
+            self.units -= closed_units(closed) + openings.pop(closed.trace.request_id, 0)
+            gone.add(closed.trace.request_id)
+        self.ends_left_out += len(gone)
+        self.opened = deque(opened for opened in self.opened if opened.trace.request_id not in gone)
 
     def message(self) -> LabUpdate:
         """The update to send."""
@@ -141,7 +148,7 @@ class _Pending:
 
 
 def _without_prompt(opened: OpenedRequest) -> OpenedRequest:
-    return OpenedRequest(opened.trace, opened.prompt[:200], ())
+    return OpenedRequest(opened.trace, opened.prompt[:80], ())
 
 
 class Outbox:

@@ -16,11 +16,12 @@ import codecs
 import time
 from collections.abc import Callable
 
+import psutil
+
 from engine.core.config import EngineConfig
 from engine.core.outputs import IncrementalDecoder, TextCodec
 from engine.core.request import Request
 from engine.core.runner import Runner, ScriptedRunner, StepBatch, StepResult
-from engine.serve.memory import free_memory
 from engine.serve.protocol import ModelInfo
 
 FAILS = 255
@@ -102,6 +103,7 @@ class ScriptedModel:
         self.codec: TextCodec = ByteCodec()
         self.eos_token_ids: frozenset[int] = frozenset()
         self.info = _info(name, self._kv_bytes)
+        self.context_limit = self.info.max_position
         _pretend_to_load(settings["load"], progress)
 
     def encode(self, text: str, *, chat: bool) -> list[int]:
@@ -121,7 +123,7 @@ class ScriptedModel:
 
     def free_bytes(self) -> int:
         """Free memory of the machine."""
-        return free_memory()
+        return int(psutil.virtual_memory().available)
 
 
 def _settings(name: str) -> dict[str, float]:

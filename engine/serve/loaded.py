@@ -1,0 +1,69 @@
+"""A torch model as the labs see it. Imported by the host's loader only: this is where torch comes in."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import torch
+
+from engine.core.config import EngineConfig
+from engine.core.outputs import TextCodec
+from engine.core.runner import Runner
+from engine.model.loader import load_model
+from engine.model.runner import ModelRunner, available_bytes
+from engine.serve.detokenizer import Codec
+from engine.serve.protocol import HostOptions, LoadModel, ModelInfo
+
+
+class TorchModel:
+    """Weights, tokenizer and codec; makes runners that share them.
+
+    Args:
+        command: what to load, where, and in which dtype.
+        options: the host's; threads.
+        progress: told what is being done.
+
+    Raises:
+        ModelError: (a ``ValueError``) it can't be loaded; the message says what to do.
+    """
+
+    def __init__(self, command: LoadModel, options: HostOptions, progress: Callable[[str, float | None], None]) -> None:
+        torch.set_num_threads(options.threads or default_threads())
+        self._loaded = load_model(command.model, command.device, command.dtype, progress)
+        self.codec: TextCodec = Codec(self._loaded.tokenizer)
+        self.eos_token_ids = self._loaded.eos_token_ids
+        self.info = ModelInfo(**dataclasses.asdict(self._loaded.info))
+        self.context_limit = self._loaded.context_limit
+
+    def encode(self, text: str, *, chat: bool) -> list[int]:
+        """Token ids of a text: as the user's turn of a chat, or plain with the model's usual special tokens."""
+        tokenizer = self._loaded.tokenizer
+        if chat and tokenizer.has_chat_template:
+            return tokenizer.encode_chat([{"role": "user", "content": text}])
+        return tokenizer.encode(text)
+
+    def runner(self, config: EngineConfig) -> Runner:
+        """A runner with a KV pool of its own."""
+        return ModelRunner(self._loaded.transformer, config, self.codec)
+
+    def pool_bytes(self, config: EngineConfig) -> int:
+        """Bytes of the pool of such a runner, the null block included."""
+        return (config.num_kv_blocks + 1) * config.block_size * self.info.kv_bytes_per_token if config.use_kv_cache else 0
+
+    def release(self, runner: Runner) -> None:
+        """Free a runner's pool."""
+        assert isinstance(runner, ModelRunner)
+        runner.close()
+
+    def free_bytes(self) -> int:
+        """Bytes that are free now where pools live; half a terabyte where the system doesn't say."""
+        free = available_bytes(self._loaded.transformer.device)
+        return free if free is not None else 2**39
+
+
+def default_threads() -> int:
+    """All cores but one, which draws the pages; both of two; what ``OMP_NUM_THREADS`` says if it is set."""
+    cores = torch.get_num_threads()
+    return cores if cores <= 2 or "OMP_NUM_THREADS" in os.environ else cores - 1
