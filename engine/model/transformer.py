@@ -1,0 +1,131 @@
+"""The transformer: a packed batch of tokens in, one hidden state a token out.
+
+A step mixes prefills and decodes freely. Their tokens lie one after another in one flat batch of T tokens, without padding::
+
+    token_ids    [ a0 a1 a2 a3 | b7 | c2 c3 ]      T = 7: a prefill of 4, a decode, a chunk of a prefill
+    positions    [  0  1  2  3 |  7 |  2  3 ]
+
+Everything but attention treats tokens one by one and so never sees where a sequence begins. Attention (``engine.model.attention``)
+knows the sequences and where their K and V are stored.
+
+One layer, as in Llama and its relatives::
+
+    x ── norm ── q,k,v ── (bias, q/k norm) ── rotate q,k ── store k,v; attend ── out ──(+)── norm ── gate,up ── silu·mul ── down ──(+)──▶
+    └───────────────────────────────────────────────────────────────────────────────┘  └───────────────────────────────────────────┘
+
+Shapes below: T tokens, H query heads, Hkv key and value heads, D elements a head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from engine.model.rope import rope_tables, rotate
+from engine.model.spec import ModelSpec
+from engine.model.weights import LayerWeights, ModelWeights
+
+if TYPE_CHECKING:
+    from engine.model.attention import Attention, Plan
+
+
+class Transformer:
+    """A decoder-only transformer with its weights. It holds no state between calls; several runners can share it."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        self.spec = spec
+        self.weights = weights
+        self._cos, self._sin = self._tables(min(spec.context_limit, 2048))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights, activations and KV."""
+        return self.weights.embedding.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights; a tied head is counted once."""
+        return self.weights.num_parameters * self.weights.embedding.element_size()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """2 · layers · KV heads · head dimension · bytes an element."""
+        spec = self.spec
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.weights.embedding.element_size()
+
+    def prepare_positions(self, length: int) -> None:
+        """Make the rotary tables reach ``length`` positions."""
+        if length > self._cos.shape[0]:
+            self._cos, self._sin = self._tables(length)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, plan: Plan) -> torch.Tensor:
+        """Hidden states [T, hidden] after the last layer, before the final norm; K and V are stored on the way.
+
+        Args:
+            token_ids: [T] int64.
+            positions: [T] int64, each token's place in its own sequence.
+            attention: the backend, with the KV pool.
+            plan: what ``attention.plan`` made of this step's sequences.
+        """
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        x = F.embedding(token_ids, self.weights.embedding)
+        for index, layer in enumerate(self.weights.layers):
+            x = x + self._attend(index, layer, x, cos, sin, attention, plan)
+            x = x + self._feed_forward(layer, x)
+        return x
+
+    @torch.inference_mode()
+    def normalise(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm, for the rows one needs."""
+        return rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, normalised: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary] in float32."""
+        return F.linear(normalised, self.weights.head).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: Attention,
+        plan: Plan,
+    ) -> torch.Tensor:
+        spec = self.spec
+        heads, rotated = spec.num_heads, spec.num_heads + spec.num_kv_heads
+        x = rms_norm(x, layer.input_norm, spec.norm_eps)
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, spec.qkv_heads, spec.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qkv[:, :heads] = rms_norm(qkv[:, :heads], layer.q_norm, spec.norm_eps)
+            qkv[:, heads:rotated] = rms_norm(qkv[:, heads:rotated], layer.k_norm, spec.norm_eps)
+        rotate(qkv[:, :rotated], cos, sin)
+        attended = attention.attend(index, qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, spec.num_kv_heads)), plan)
+        return F.linear(attended, layer.out, layer.out_bias)
+
+    def _feed_forward(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+        x = rms_norm(x, layer.post_norm, self.spec.norm_eps)
+        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+
+    def _tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rope_tables(self.spec.rope, self.spec.head_dim, length, self.dtype)
+        return cos.to(self.device), sin.to(self.device)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32 as the checkpoints were trained."""
+    if x.dtype == torch.float32:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps)) * weight
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))).to(x.dtype) * weight
