@@ -1,0 +1,209 @@
+"""The physical KV block pool: one cell a block, coloured by its owner.
+
+::
+
+    ┌──┬──┬──┬──┐   filled cell     owner's colour, filled from the left by tokens of block_size
+    │▓A│▓A│▒B│  │   dashed edge     cached, owned by nobody
+    ├──┼──┼──┼──┤   double edge     shared, with the number of owners
+    │┄┄│  │▣2│  │   heavy edge      taken in this step;  dotted heavy edge: its content was evicted in this step
+    └──┴──┴──┴──┘   empty           free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.figures.palette import Theme, mix
+from app.figures.template import Figure, boxes, hidden_axis, layout
+from engine.core.trace import letter
+
+LETTERS_UP_TO = 256
+"""Pools up to this many blocks print a letter in every owned cell, larger ones at the start of each run."""
+MOST_LABELS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One block in one request's table. ``tokens``: how many of the block's slots hold K and V of that request."""
+
+    number: int
+    logical: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The pool at one step. Blocks are numbered from 1; block 0, the null block, is not drawn."""
+
+    num_blocks: int
+    block_size: int
+    uses: dict[int, Sequence[Use]] = field(default_factory=dict)
+    cached: frozenset[int] = frozenset()
+    allocated: frozenset[int] = frozenset()
+    evicted: frozenset[int] = frozenset()
+    places: dict[int, int] = field(default_factory=dict)
+    """Place of a block in the free queue, 0 is taken next."""
+    unit: str = "block"
+
+
+def columns(num_blocks: int) -> int:
+    """Columns of the grid: a power of two that gives about 1.8 times as many columns as rows."""
+    wide = 8
+    while wide * wide < num_blocks * 1.8:
+        wide *= 2
+    return min(wide, max(num_blocks, 1))
+
+
+def pool_figure(view: PoolView, theme: Theme, selected: int | None = None) -> Figure:
+    """The pool as a heatmap with a handful of overlay shapes. ``selected`` is a request number: the others step back."""
+    wide = columns(view.num_blocks)
+    rows = -(-view.num_blocks // wide)
+    z = [[_level(view, row * wide + column + 1, selected, len(theme.hues)) for column in range(wide)] for row in range(rows)]
+    hover = [[_hover(view, row * wide + column + 1) for column in range(wide)] for row in range(rows)]
+    levels = _colours(theme)
+    grid: dict[str, Any] = {
+        "type": "heatmap",
+        "name": "blocks",
+        "z": z,
+        "zmin": -0.5,
+        "zmax": len(levels) - 0.5,
+        "colorscale": steps(levels),
+        "showscale": False,
+        "xgap": 1,
+        "ygap": 1,
+        "hovertext": hover,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "hoverongaps": False,
+    }
+    figure: Figure = {
+        "data": [grid, _labels(view, theme, wide)],
+        "layout": layout(
+            theme,
+            margin={"l": 4, "r": 4, "t": 4, "b": 4},
+            xaxis=hidden_axis(range=[-0.5, wide - 0.5]),
+            yaxis=hidden_axis(range=[rows - 0.5, -0.5]),
+            shapes=_edges(view, theme, wide),
+        ),
+    }
+    return figure
+
+
+def pool_alt(view: PoolView, title: str = "KV block pool") -> str:
+    """The picture in one sentence, for those who hear it."""
+    owners = sorted({use.number for uses in view.uses.values() for use in uses})
+    names = ", ".join(letter(number) for number in owners[:12]) or "nobody"
+    shared = sum(len(uses) > 1 for uses in view.uses.values())
+    return (
+        f"{title}: {len(view.uses)} of {view.num_blocks} blocks in use by {names}; "
+        f"{len(view.cached)} cached and unowned, {shared} shared, block size {view.block_size} tokens."
+    )
+
+
+def steps(colours: Sequence[str]) -> list[list[float | str]]:
+    """A colour scale of flat steps, one for each whole number from 0 on."""
+    count = len(colours)
+    return [[edge, colour] for i, colour in enumerate(colours) for edge in (i / count, (i + 1) / count)]
+
+
+def _colours(theme: Theme) -> list[str]:
+    """Levels: free, cached, the hues, the hues stepped back behind a selection."""
+    free = mix(theme.muted, theme.paper, 0.07)
+    cached = mix(theme.muted, theme.paper, 0.25)
+    return [free, cached, *theme.hues, *(mix(hue, theme.paper, 0.35) for hue in theme.hues)]
+
+
+def _level(view: PoolView, block: int, selected: int | None, hues: int) -> int | None:
+    if block > view.num_blocks:
+        return None
+    uses = view.uses.get(block)
+    if not uses:
+        return 1 if block in view.cached else 0
+    owner = next((use.number for use in uses if use.number == selected), uses[0].number)
+    back = selected is not None and owner != selected
+    return 2 + owner % hues + (hues if back else 0)
+
+
+def _hover(view: PoolView, block: int) -> str:
+    if block > view.num_blocks:
+        return ""
+    uses = view.uses.get(block)
+    if uses:
+        owners = ", ".join(f"{letter(use.number)} (logical {use.logical})" for use in uses)
+        fill = max(use.tokens for use in uses)
+        shared = f"<br>shared by {len(uses)}" if len(uses) > 1 else ""
+        fresh = "<br>taken in this step" if block in view.allocated else ""
+        return f"{view.unit} {block}: {owners}<br>{fill} of {view.block_size} tokens{shared}{fresh}"
+    place = f"<br>place {view.places[block] + 1} in the free queue" if block in view.places else ""
+    if block in view.cached:
+        return f"{view.unit} {block}: cached, nobody holds it{place}"
+    return f"{view.unit} {block}: free{place}"
+
+
+def _cell(block: int, wide: int) -> tuple[int, int]:
+    return (block - 1) % wide, (block - 1) // wide
+
+
+def _labels(view: PoolView, theme: Theme, wide: int) -> dict[str, Any]:
+    """Letters as one text trace: in every cell of a small pool, at the start of each run in a large one."""
+    everywhere = view.num_blocks <= LETTERS_UP_TO
+    blocks: list[int] = []
+    for block in sorted(view.uses):
+        before = view.uses.get(block - 1)
+        starts = not before or before[0].number != view.uses[block][0].number or (block - 1) % wide == 0
+        if everywhere or starts or len(view.uses[block]) > 1:
+            blocks.append(block)
+    if view.num_blocks > 1024 or len(blocks) > max(MOST_LABELS, LETTERS_UP_TO if everywhere else 0):
+        blocks = blocks[:: max(1, len(blocks) // MOST_LABELS + 1)] if view.num_blocks <= 1024 else []
+    cells = [_cell(block, wide) for block in blocks]
+    halves = [max(use.tokens for use in view.uses[block]) * 2 > view.block_size for block in blocks]
+    return {
+        "type": "scatter",
+        "name": "letters",
+        "mode": "text",
+        "x": [x for x, _ in cells],
+        "y": [y for _, y in cells],
+        "text": [_label(view.uses[block]) for block in blocks],
+        "textfont": {
+            "size": 11 if everywhere else 9,
+            "color": [theme.paper if half else theme.ink for half in halves],
+        },
+        "hoverinfo": "skip",
+        "cliponaxis": True,
+    }
+
+
+def _label(uses: Sequence[Use]) -> str:
+    return letter(uses[0].number) if len(uses) == 1 else f"{letter(uses[0].number)}×{len(uses)}"
+
+
+def _edges(view: PoolView, theme: Theme, wide: int) -> list[dict[str, Any]]:
+    """At most five shapes, each one path around all the cells it marks."""
+    shared = [_cell(block, wide) for block, uses in sorted(view.uses.items()) if len(uses) > 1]
+    cached = [_cell(block, wide) for block in sorted(view.cached) if not view.uses.get(block)]
+    groups: list[tuple[str, str, dict[str, Any], str | None]] = [
+        ("unfilled", _unfilled(view, wide), {"width": 0}, mix(theme.muted, theme.paper, 0.1)),
+        ("cached", boxes(cached, 0.12), {"color": theme.muted, "width": 1, "dash": "2px,2px"}, None),
+        ("shared", boxes(shared, 0.03) + boxes(shared, 0.16), {"color": theme.ink, "width": 1}, None),
+        ("allocated", boxes([_cell(b, wide) for b in sorted(view.allocated)], 0.03), {"color": theme.ink, "width": 2}, None),
+        ("evicted", boxes([_cell(b, wide) for b in sorted(view.evicted)], 0.03),
+         {"color": theme.alert, "width": 2, "dash": "3px,2px"}, None),
+    ]  # fmt: skip
+    return [
+        {"type": "path", "name": name, "path": path, "line": line, "layer": "above", **({"fillcolor": fill} if fill else {})}
+        for name, path, line, fill in groups
+        if path
+    ]
+
+
+def _unfilled(view: PoolView, wide: int) -> str:
+    """The part of each owned block that holds no tokens yet, from the right."""
+    path = []
+    for block, uses in sorted(view.uses.items()):
+        filled = max(use.tokens for use in uses) / view.block_size
+        if filled < 1:
+            x, y = _cell(block, wide)
+            left = x - 0.46 + 0.92 * max(0.0, filled)
+            path.append(f"M{left:.3g},{y - 0.42:g}H{x + 0.46:g}V{y + 0.42:g}H{left:.3g}Z")
+    return "".join(path)

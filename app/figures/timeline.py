@@ -1,0 +1,166 @@
+"""The life of each request over steps: queued, prefill, decode, preempted, finished. Shares its step axis with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from app.figures.batch import row_kind
+from app.figures.palette import Theme, mix
+from app.figures.pool import steps as flat_steps
+from app.figures.template import Figure, axis, layout, vertical_line
+from engine.core.trace import RequestTrace, StepTrace, letter
+
+ROWS = 10
+"""Requests that a frame shows."""
+ENDS = {"stop": "ends by itself", "length": "reaches its token limit", "abort": "is stopped", "error": "fails"}
+
+
+def choose(requests: Sequence[RequestTrace], shown: Sequence[StepTrace], rows: int = ROWS) -> list[RequestTrace]:
+    """At most ``rows`` requests to draw: those alive in the shown steps, the newest when there are too many."""
+    begin = shown[0].start if shown else 0.0
+    alive = [r for r in requests if r.finished < 0 or r.finished >= begin]
+    return sorted(alive or requests, key=lambda r: r.number)[-rows:]
+
+
+def timeline_figure(
+    shown: Sequence[StepTrace],
+    requests: Sequence[RequestTrace],
+    frame: tuple[int, int],
+    theme: Theme,
+    cursor: int | None = None,
+    selected: int | None = None,
+    rows: int = ROWS,
+) -> Figure:
+    """A heatmap with one row a request and one column a step, and a few marker traces on top."""
+    row_of = {request.request_id: row for row, request in enumerate(requests)}
+    hues = len(theme.hues)
+    levels = _levels(theme)
+    z: list[list[int | None]] = [[None] * (frame[1] - frame[0] + 1) for _ in range(rows)]
+    hover = [[""] * (frame[1] - frame[0] + 1) for _ in range(rows)]
+    marks: dict[str, list[tuple[int, int, str]]] = {"decode": [], "recompute": [], "preempt": [], "finish": [], "cached": []}
+    for step in shown:
+        column = step.index - frame[0]
+        if not 0 <= column < len(z[0]):
+            continue
+        working = {row.request_id: row for row in step.scheduled}
+        for request in requests:
+            row = row_of[request.request_id]
+            if row >= rows:
+                continue
+            name = letter(request.number)
+            work = working.get(request.request_id)
+            if work is None:
+                if request.arrival <= step.end and (request.finished < 0 or request.finished > step.end) and step.scheduled:
+                    z[row][column] = 0
+                    hover[row][column] = f"step {step.index}: {name} waits"
+                continue
+            kind = row_kind(work)
+            back = selected is not None and request.number != selected
+            full = 1 + request.number % hues + (2 * hues if back else 0)
+            z[row][column] = len(levels) - 1 if kind == "padding" else full if kind == "prefill" else full + hues
+            hover[row][column] = f"step {step.index}: {name} {kind}, {work.num_tokens} tokens"
+            if kind in marks:
+                marks[kind].append((step.index, row, hover[row][column]))
+            if work.cached:
+                marks["cached"].append(
+                    (step.index, row, f"step {step.index}: {name} takes {work.cached} tokens from the cache")
+                )
+        _note_events(step, row_of, rows, requests, marks)
+    names = [letter(request.number) for request in requests]
+    return {
+        "data": [_heatmap(z, hover, frame, rows, levels), *_markers(marks, theme)],
+        "layout": layout(
+            theme,
+            xaxis=axis(theme, range=[frame[0] - 0.5, frame[1] + 0.5], title="step", showgrid=False, dtick=5, tick0=0),
+            yaxis=axis(
+                theme, range=[rows - 0.5, -0.5], tickvals=list(range(len(names))), ticktext=names, showgrid=False,
+                tickfont={"color": theme.ink, "size": 12},
+            ),
+            shapes=[] if cursor is None else [vertical_line(theme, cursor)],
+        ),
+    }  # fmt: skip
+
+
+def timeline_alt(shown: Sequence[StepTrace], requests: Sequence[RequestTrace]) -> str:
+    """Who is in the picture."""
+    if not requests:
+        return "Request timelines: no request yet."
+    done = sum(request.finished >= 0 for request in requests)
+    return f"Request timelines: {len(requests)} requests, {done} finished, over {len(shown)} steps."
+
+
+def _levels(theme: Theme) -> list[str]:
+    """Waiting, full hues, light hues, both stepped back, padding."""
+    back = [mix(hue, theme.paper, 0.45) for hue in theme.hues]
+    return [
+        mix(theme.muted, theme.paper, 0.22),
+        *theme.hues,
+        *(mix(hue, theme.paper, 0.4) for hue in theme.hues),
+        *back,
+        *(mix(hue, theme.paper, 0.15) for hue in theme.hues),
+        theme.muted,
+    ]
+
+
+def _note_events(
+    step: StepTrace,
+    row_of: Mapping[str, int],
+    rows: int,
+    requests: Sequence[RequestTrace],
+    marks: dict[str, list[tuple[int, int, str]]],
+) -> None:
+    for event in (*step.events, *step.events_after):
+        row = row_of.get(event.request_id, rows)
+        if row >= rows:
+            continue
+        name = letter(requests[row].number)
+        if event.op == "preempt":
+            marks["preempt"].append((step.index, row, f"step {step.index}: {name} is preempted, {event.value} tokens lost"))
+        elif event.op == "finish":
+            marks["finish"].append((step.index, row, f"step {step.index}: {name} {ENDS.get(event.other, 'finishes')}"))
+
+
+def _heatmap(
+    z: list[list[int | None]], hover: list[list[str]], frame: tuple[int, int], rows: int, levels: list[str]
+) -> dict[str, Any]:
+    return {
+        "type": "heatmap",
+        "name": "life",
+        "x": list(range(frame[0], frame[1] + 1)),
+        "y": list(range(rows)),
+        "z": z,
+        "zmin": -0.5,
+        "zmax": len(levels) - 0.5,
+        "colorscale": flat_steps(levels),
+        "showscale": False,
+        "xgap": 2,
+        "ygap": 3,
+        "hovertext": hover,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "hoverongaps": False,
+    }
+
+
+def _markers(marks: Mapping[str, list[tuple[int, int, str]]], theme: Theme) -> list[dict[str, Any]]:
+    looks: dict[str, dict[str, Any]] = {
+        "decode": {"symbol": "line-ns", "size": 7, "line": {"width": 1.5, "color": theme.ink}},
+        "recompute": {"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": theme.ink}},
+        "cached": {"symbol": "circle-dot", "size": 6, "color": theme.paper, "line": {"width": 1, "color": theme.ink}},
+        "preempt": {"symbol": "x", "size": 9, "color": theme.alert, "line": {"width": 1, "color": theme.paper}},
+        "finish": {"symbol": "square", "size": 7, "color": theme.ink, "line": {"width": 1, "color": theme.paper}},
+    }
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [x for x, _, _ in marks[name]],
+            "y": [y for _, y, _ in marks[name]],
+            "hovertext": [text for _, _, text in marks[name]],
+            "hovertemplate": "%{hovertext}<extra></extra>",
+            "marker": look,
+            "cliponaxis": True,
+        }
+        for name, look in looks.items()
+    ]

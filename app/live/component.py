@@ -1,0 +1,54 @@
+"""The one browser component: a loader that mounts the live view's own modules. Streamlit never redraws what they draw."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import streamlit as st
+
+from app.live.routes import build_tag
+
+LOADER = """
+const mounted = new WeakMap();
+
+export default function (component) {
+  const { parentElement, data } = component;
+  const root = parentElement.querySelector(".lab");
+  let entry = mounted.get(root);
+  if (!entry) {
+    entry = { stop: null, closed: false };
+    mounted.set(root, entry);
+    const style = document.createElement("link");
+    style.rel = "stylesheet";
+    style.href = data.assets + "/live.css";
+    root.before(style);
+    import(new URL(data.assets + "/main.js", document.baseURI).href).then((view) => {
+      if (!entry.closed) entry.stop = view.start(root, data);
+    });
+  }
+  return () => {
+    entry.closed = true;
+    if (entry.stop) entry.stop();
+    mounted.delete(root);
+  };
+}
+"""
+HTML = """
+<div class="lab" role="application" aria-label="Inference Lab">
+  <p class="lab-opening">Opening the lab.</p>
+</div>
+"""
+
+_component: Any = None
+
+
+def live_view(lab: str) -> None:
+    """Mount the live view of a lab on the page."""
+    global _component
+    if _component is None:
+        _component = st.components.v2.component("inference_lab_live", html=HTML, js=LOADER, isolate_styles=False)
+    _component(
+        key="live",
+        data={"lab": lab, "assets": f"/lab/assets/{build_tag()}", "plotly": f"/lab/plotly/{version('plotly')}.js"},
+    )

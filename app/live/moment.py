@@ -1,0 +1,300 @@
+"""One moment of one lab as a viewer sees it: sections of plain data, each encoded once and shared by all who look alike.
+
+Sections: ``head`` (model, state, mode), ``clock`` (steps and cursor), ``pool`` / ``batch`` / ``timeline`` (figures with their
+one-sentence description), ``requests``, ``tables``, ``tiles``, ``story``, ``focus`` (the selected request with its tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from app.figures.batch import batch_alt, batch_figure, window
+from app.figures.palette import Theme
+from app.figures.palette import theme as theme_named
+from app.figures.pool import PoolView, Use, columns, pool_alt, pool_figure
+from app.figures.story import ENDS, jumps, reason_words, story
+from app.figures.tables import block_tables
+from app.figures.tiles import gauges, latency_rows
+from app.figures.timeline import choose, timeline_alt, timeline_figure
+from app.live.ledger import Ledger, LiveLedger, past
+from engine.core.config import EngineConfig
+from engine.core.outputs import EngineStats
+from engine.core.trace import Blocked, StepTrace, letter
+from engine.observe.log import LogSnapshot, RequestView, TraceLog
+
+TAIL = 220
+"""Characters of a request's text in the list; all of it is in the focus."""
+STORY_STEPS = 400
+LISTED = 24
+"""Finished requests in the list, newest first to go."""
+FOCUS_TOKENS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a viewer looks at a lab: the theme, the selected request, and the chosen step (None: live)."""
+
+    theme: str = "light"
+    selected: str | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Everything the sections are made from."""
+
+    log: LogSnapshot
+    config: EngineConfig
+    ledger: Ledger
+    steps: Sequence[StepTrace]
+    """Steps inside the frame, up to the cursor and beyond."""
+    recent: Sequence[StepTrace]
+    """Steps of the story."""
+    step: StepTrace | None
+    """The step at the cursor."""
+    frame: tuple[int, int]
+    cursor: int | None
+    look: Look
+    theme: Theme
+
+    numbers: dict[str, int]
+    """Arrival number of each request."""
+
+    @property
+    def selected(self) -> int | None:
+        """Arrival number of the selected request."""
+        return self.numbers.get(self.look.selected) if self.look.selected else None
+
+
+def scene(log: TraceLog, config: EngineConfig, live: LiveLedger, look: Look) -> Scene:
+    """Collect what one look at a lab needs."""
+    snapshot = log.snapshot(last_steps=64, max_finished=64)
+    last = snapshot.next_index - 1
+    cursor = None if look.step is None or last < 0 else max(snapshot.first_index, min(look.step, last))
+    frame = window(last, cursor)
+    steps = log.steps(frame[0], frame[1])
+    upto = last if cursor is None else cursor
+    if cursor is None:
+        ledger = live.at_end(log, snapshot.generation, config.num_kv_blocks)
+    else:
+        ledger = past(log, cursor, config.num_kv_blocks)
+    return Scene(
+        log=snapshot,
+        config=config,
+        ledger=ledger,
+        steps=steps,
+        recent=log.steps(max(0, upto - STORY_STEPS), upto),
+        step=log.step(upto) if upto >= 0 else None,
+        frame=frame,
+        cursor=cursor,
+        look=look,
+        theme=theme_named(look.theme),
+        numbers={view.trace.request_id: view.trace.number for view in snapshot.requests},
+    )
+
+
+def sections(view: Scene, log: TraceLog) -> dict[str, Any]:
+    """All sections of a lab but the head, as plain data."""
+    pool = _pool_view(view)
+    numbers = view.numbers
+    traces = [v.trace for v in view.log.requests]
+    rows = choose(traces, view.steps)
+    budget = view.step.token_budget if view.step is not None and view.step.token_budget else view.config.token_budget
+    cursor = view.cursor if view.cursor is not None else (view.log.next_index - 1 if view.log.next_index else None)
+    return {
+        "clock": {
+            "first": view.log.first_index, "last": view.log.next_index - 1, "cursor": view.cursor,
+            "jumps": jumps(log.steps()[-2000:]),
+        },
+        "pool": {
+            "figure": pool_figure(pool, view.theme, view.selected),
+            "alt": pool_alt(pool),
+            "used": len(pool.uses), "cached": len(pool.cached), "total": pool.num_blocks,
+            "complete": view.ledger.complete, "columns": columns(pool.num_blocks),
+        },
+        "batch": {
+            "figure": batch_figure(view.steps, numbers, budget, view.frame, view.theme, cursor, view.selected),
+            "alt": batch_alt(view.steps, numbers, budget),
+        },
+        "timeline": {
+            "figure": timeline_figure(view.steps, rows, view.frame, view.theme, cursor, view.selected),
+            "alt": timeline_alt(view.steps, rows),
+            "shown": len(rows), "total": len(traces), "ids": [row.request_id for row in rows],
+        },
+        "requests": _requests(view),
+        "tables": block_tables(
+            view.ledger.pool.tables, view.ledger.pool.computed, numbers, view.config.block_size, view.ledger.allocated
+        ),
+        "tiles": _tiles(view, log),
+        "story": story(view.recent, numbers),
+        "focus": _focus(view, log),
+        "notices": [notice.text for notice in view.log.notices][-3:],
+    }  # fmt: skip
+
+
+def encode(parts: Mapping[str, Any]) -> dict[str, bytes]:
+    """Each section as JSON."""
+    return {name: msgspec.json.encode(value) for name, value in parts.items()}
+
+
+def _pool_view(view: Scene) -> PoolView:
+    pool, size = view.ledger.pool, view.config.block_size
+    uses: dict[int, list[Use]] = {}
+    for block, held in pool.owners.items():
+        uses[block] = sorted(
+            (
+                Use(view.numbers[request], logical, max(0, min(size, pool.computed.get(request, 0) - logical * size)))
+                for request, logical in held
+                if request in view.numbers
+            ),
+            key=lambda use: use.number,
+        )
+    return PoolView(
+        num_blocks=view.config.num_kv_blocks,
+        block_size=size,
+        uses={block: held for block, held in uses.items() if held},
+        cached=pool.cached - pool.owners.keys(),
+        allocated=view.ledger.allocated,
+        evicted=view.ledger.evicted,
+        places={block: place for place, block in enumerate(pool.free)},
+    )
+
+
+def _requests(view: Scene) -> list[dict[str, Any]]:
+    """Live requests and the newest finished ones as they stood at the cursor, by arrival."""
+    rows = [row for v in view.log.requests if (row := _request(view, v)) is not None]
+    finished = [row for row in rows if row["state"] == "finished"]
+    hidden = {row["id"] for row in finished[:-LISTED]}
+    return [row for row in rows if row["id"] not in hidden]
+
+
+def _request(view: Scene, request: RequestView) -> dict[str, Any] | None:
+    trace, step, cursor = request.trace, view.step, view.cursor
+    if cursor is not None and step is not None and trace.arrival > step.end:
+        return None
+    text, count = _text_at(request, cursor)
+    state, detail = _state(view, request, count)
+    return {
+        "id": trace.request_id,
+        "number": trace.number,
+        "letter": letter(trace.number),
+        "state": state,
+        "detail": detail,
+        "prompt": request.prompt[:160],
+        "text": text[-TAIL:],
+        "cut": len(text) > TAIL,
+        "tokens": count,
+        "live": trace.finished < 0 and not request.closed,
+        "slow": trace.slow,
+    }
+
+
+def _text_at(request: RequestView, cursor: int | None) -> tuple[str, int]:
+    """Output text and token count as of the cursor."""
+    if cursor is None:
+        return request.text, request.trace.output_tokens
+    known = [token for token in request.tokens if token.step <= cursor]
+    count = sum(step <= cursor for step in request.trace.token_steps)
+    complete = request.closed and count == request.trace.output_tokens and not request.tokens_left_out
+    return (request.text if complete else "".join(token.text for token in known)), count
+
+
+def _state(view: Scene, request: RequestView, count: int) -> tuple[str, str]:
+    """(state, words) of a request at the cursor."""
+    trace, pool = request.trace, view.ledger.pool
+    request_id = trace.request_id
+    gone = trace.finished >= 0 and (view.cursor is None or view.step is None or trace.finished <= view.step.end)
+    if gone and (view.cursor is None or request_id not in pool.tables):
+        reason = ENDS.get(trace.finish_reason or "", "ended")
+        return "finished", f"{reason}{': ' + trace.error if trace.error else ''} · {count} tokens"
+    running = request_id in view.log.running if view.cursor is None else request_id in pool.tables
+    if not running:
+        return "waiting", _waiting_words(view, request_id)
+    done = pool.computed.get(request_id, 0)
+    row = next((r for r in view.step.scheduled if r.request_id == request_id), None) if view.step else None
+    if count and (row is None or row.kind != "recompute"):
+        return "decode", f"decode · {count} of {trace.max_tokens or '∞'} tokens"
+    total = trace.prompt_tokens + (count if row is not None and row.kind == "recompute" else 0)
+    word = "recompute" if row is not None and row.kind == "recompute" else "prefill"
+    return word, f"{word} · {min(done, total)} of {total} tokens"
+
+
+def _waiting_words(view: Scene, request_id: str) -> str:
+    blocked: Blocked | None = view.step.blocked if view.step is not None else None
+    numbers = view.numbers
+    if blocked is None:
+        return "waits for the next step"
+    if blocked.request_id == request_id:
+        return f"waits: {reason_words(blocked)}"
+    ahead = letter(numbers[blocked.request_id]) if blocked.request_id in numbers else "another request"
+    return f"waits behind {ahead}"
+
+
+def _tiles(view: Scene, log: TraceLog) -> dict[str, Any]:
+    traces = log.traces()
+    stats: EngineStats = view.log.stats
+    rows = latency_rows(traces)
+    slow = sum(trace.slow for trace in traces[-200:])
+    return {"latency": rows, "gauges": gauges(stats, traces, view.log.now, view.recent), "slow": slow}
+
+
+def _focus(view: Scene, log: TraceLog) -> dict[str, Any] | None:
+    """The selected request with its tokens: [text, step, index] each."""
+    request = log.request(view.look.selected) if view.look.selected else None
+    if request is None:
+        return None
+    tokens = [t for t in request.tokens if view.cursor is None or t.step <= view.cursor][-FOCUS_TOKENS:]
+    return {
+        "id": request.trace.request_id,
+        "number": request.trace.number,
+        "letter": letter(request.trace.number),
+        "prompt": request.prompt,
+        "prompt_tokens": request.trace.prompt_tokens,
+        "cached_tokens": request.trace.cached_tokens,
+        "cache_note": request.trace.cache_note,
+        "preemptions": request.trace.preemptions,
+        "tokens": [[t.text, t.step, t.index] for t in tokens],
+        "text": request.text if not tokens else "",
+        "left_out": request.tokens_left_out,
+        "error": request.trace.error,
+    }
+
+
+def token_detail(log: TraceLog, config: EngineConfig, request_id: str, index: int) -> dict[str, Any] | None:
+    """One output token: its step, time since the one before, candidates, and the block and slot of its K and V."""
+    request = log.request(request_id)
+    if request is None:
+        return None
+    trace = request.trace
+    token = next((t for t in request.tokens if t.index == index), None)
+    if token is None or index >= len(trace.token_times):
+        return None
+    position = trace.prompt_tokens + index
+    logical, offset = divmod(position, config.block_size)
+    block = _block_of(log, config, request_id, logical, token.step)
+    return {
+        "text": token.text,
+        "token_id": token.token_id,
+        "index": index,
+        "step": token.step,
+        "itl_ms": round(1000 * (trace.token_times[index] - trace.token_times[index - 1]), 1) if index else None,
+        "ttft_ms": None if index or trace.ttft is None else round(1000 * trace.ttft, 1),
+        "top": [[text, round(probability, 4), ident == token.token_id] for ident, text, probability in token.top],
+        "position": position,
+        "logical": logical,
+        "offset": offset,
+        "block": block,
+        "last": index + 1 == trace.output_tokens,
+    }
+
+
+def _block_of(log: TraceLog, config: EngineConfig, request_id: str, logical: int, step: int) -> int | None:
+    """Physical block of a logical one in the step after ``step``, when the token's K and V are computed."""
+    later = log.step(step + 1)
+    index = step + 1 if later is not None else step
+    table = past(log, index, config.num_kv_blocks).pool.tables.get(request_id, ())
+    return table[logical] if logical < len(table) else None

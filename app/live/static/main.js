@@ -1,0 +1,454 @@
+// The live view: one stream in, four linked pictures and the panels out. A viewer's cursor in time is this tab's own.
+import { h, post, setText } from "./dom.js";
+import { Charts } from "./charts.js";
+import { engineForm } from "./form.js";
+import { renderFocus, renderHead, renderRequests, renderStory, renderTables, renderTiles } from "./panels.js";
+import { transport } from "./transport.js";
+
+const EMPTY = {
+  batch: "Each step adds a bar here: the tokens that every request contributes, against the token budget.",
+  timeline: "Each request gets a row here: it queues, computes its prompt, then makes one token a step.",
+  pool: "Each cell is a block of KV memory. It takes its owner's colour when a request fills it.",
+  requests: "Requests appear here, each with its letter, its colour, and its text as it is made.",
+};
+const LEGEND = [
+  ["prefill", "prefill"], ["decode", "decode"], ["recompute", "recompute"], ["cached", "from cache"], ["padding", "padding"],
+];
+
+export function start(root, data) {
+  const view = new View(root, data);
+  view.open();
+  return { stop: () => view.close(), refresh: () => view.retheme() };
+}
+
+class View {
+  constructor(root, data) {
+    this.root = root;
+    this.data = data;
+    this.lab = data.lab;
+    this.viewer = Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => (b % 36).toString(36)).join("");
+    this.sections = {};
+    this.look = { theme: themeOf(root), selected: null, step: null };
+    this.dirty = new Set();
+    this.failures = 0;
+    this.build();
+    window.__lab = this.probe = { figures: {}, sections: this.sections, look: this.look, draws: 0, streams: 0 };
+    this.charts = new Charts(data.plotly, this.frames, this.probe, (pick) => this.pick(pick));
+    this.onVisible = () => (document.hidden ? this.disconnect() : this.connect());
+    this.onKey = (event) => this.key(event);
+    this.onSize = () => this.measure();
+  }
+
+  // -- life ---------------------------------------------------------------------------------------------------------------
+
+  open() {
+    document.addEventListener("visibilitychange", this.onVisible);
+    document.addEventListener("keydown", this.onKey);
+    window.addEventListener("resize", this.onSize);
+    this.scheme = window.matchMedia("(prefers-color-scheme: dark)");
+    this.onScheme = () => setTimeout(() => this.retheme(), 150);
+    this.scheme.addEventListener("change", this.onScheme);
+    this.measure();
+    this.connect();
+  }
+
+  close() {
+    this.disconnect();
+    document.removeEventListener("visibilitychange", this.onVisible);
+    document.removeEventListener("keydown", this.onKey);
+    window.removeEventListener("resize", this.onSize);
+    this.scheme.removeEventListener("change", this.onScheme);
+    this.charts.close();
+  }
+
+  measure() {
+    this.root.style.setProperty("--lab-top", Math.round(this.root.getBoundingClientRect().top + window.scrollY) + "px");
+  }
+
+  retheme() {
+    const theme = themeOf(this.root);
+    this.root.dataset.theme = theme;
+    this.measure();
+    if (theme !== this.look.theme) this.setLook({ theme });
+  }
+
+  // -- stream -------------------------------------------------------------------------------------------------------------
+
+  query() {
+    const query = new URLSearchParams({ lab: this.lab, viewer: this.viewer, theme: this.look.theme });
+    if (this.look.selected) query.set("selected", this.look.selected);
+    if (this.look.step !== null) query.set("step", this.look.step);
+    return query;
+  }
+
+  connect() {
+    this.disconnect();
+    if (document.hidden) return;
+    const source = new EventSource("/lab/api/stream?" + this.query());
+    this.source = source;
+    source.onopen = () => {
+      this.failures = 0;
+      this.probe.streams += 1;
+      this.trouble("");
+      this.sendLook();
+    };
+    source.onmessage = (event) => this.take(JSON.parse(event.data));
+    source.onerror = () => {
+      this.failures += 1;
+      source.close();
+      if (this.source === source) this.source = null;
+      if (this.failures > 1) this.trouble("The lab's server does not answer. Trying again. If it was restarted, reload the page.");
+      this.retry = setTimeout(() => (this.failures > 3 ? this.poll() : this.connect()), Math.min(400 * this.failures, 3000));
+    };
+  }
+
+  disconnect() {
+    clearTimeout(this.retry);
+    if (this.source) this.source.close();
+    this.source = null;
+  }
+
+  async poll() {
+    try {
+      const answer = await fetch("/lab/api/state?" + this.query());
+      if (answer.ok) {
+        this.take(await answer.json());
+        this.polls = (this.polls || 0) + 1;
+      }
+    } catch {
+      /* the message already says that the server does not answer */
+    }
+    if (!document.hidden) this.retry = setTimeout(() => ((this.polls || 0) % 10 === 9 ? this.connect() : this.poll()), 1000);
+  }
+
+  take(news) {
+    for (const [name, value] of Object.entries(news)) {
+      this.sections[name] = value;
+      this.dirty.add(name);
+    }
+    if (!this.frame) this.frame = requestAnimationFrame(() => this.draw());
+  }
+
+  // -- commands -----------------------------------------------------------------------------------------------------------
+
+  async command(verb, body = {}, where = this.message) {
+    setText(where, "");
+    try {
+      return await post(verb, { lab: this.lab, ...body });
+    } catch (error) {
+      setText(where, sentence(error.message));
+      return null;
+    }
+  }
+
+  setLook(change) {
+    Object.assign(this.look, change);
+    this.dirty.add("clock");
+    this.dirty.add("requests");
+    if (!this.frame) this.frame = requestAnimationFrame(() => this.draw());
+    return this.sendLook();
+  }
+
+  async sendLook() {
+    if (!this.source) return;
+    try {
+      await post("view", { lab: this.lab, viewer: this.viewer, ...this.look });
+    } catch {
+      /* the stream reopens with the newest look in its address */
+    }
+  }
+
+  select(id) {
+    this.token = null;
+    this.setLook({ selected: this.look.selected === id ? null : id });
+  }
+
+  pick({ request, step, block }) {
+    const change = {};
+    if (block !== undefined) {
+      const owner = (this.sections.tables || []).find((table) => table.cells.some((cell) => cell[0] === block));
+      change.selected = owner ? owner.id : null;
+    }
+    if (step !== undefined) change.step = step;
+    if (request !== undefined) change.selected = request;
+    this.setLook(change);
+  }
+
+  goto(step) {
+    const clock = this.sections.clock;
+    if (!clock || clock.last < 0) return;
+    this.setLook({ step: step === null ? null : Math.max(clock.first, Math.min(step, clock.last)) });
+  }
+
+  async sendPrompt() {
+    const prompt = this.prompt.value;
+    const options = this.options();
+    if (!options) return;
+    if (!prompt.trim()) {
+      setText(this.message, "The prompt is empty: type at least one character that is not a space.");
+      this.prompt.focus();
+      return;
+    }
+    this.setLook({ step: null });
+    const sent = await this.command("send", { prompt, chat: this.mode.value === "chat", ...options });
+    if (sent) this.prompt.select();
+  }
+
+  async sendSamples() {
+    const options = this.options();
+    if (!options) return;
+    this.setLook({ step: null });
+    delete options.copies;
+    await this.command("samples", options);
+  }
+
+  options() {
+    const found = {};
+    for (const [name, input] of Object.entries(this.inputs)) {
+      const value = Number(input.value);
+      if (input.value === "" || !Number.isFinite(value)) {
+        setText(this.message, `${name} must be a number.`);
+        return null;
+      }
+      found[name] = value;
+    }
+    return found;
+  }
+
+  key(event) {
+    const at = event.target;
+    if (event.metaKey || event.altKey || (event.ctrlKey && event.key !== "Enter")) return;
+    if (at === this.prompt && event.key === "Enter" && (event.ctrlKey || !event.shiftKey)) {
+      event.preventDefault();
+      this.sendPrompt();
+      return;
+    }
+    if (at.closest && at.closest("input, textarea, select, [contenteditable]")) {
+      if (event.key === "Escape") at.blur();
+      return;
+    }
+    if (event.key === " " && at.closest && at.closest("button, summary, [role=button], a")) return;
+    const clock = this.sections.clock || { first: 0, last: -1 };
+    const here = this.look.step ?? clock.last;
+    const keys = {
+      " ": () => this.bar.toggle(),
+      s: () => this.bar.step(1),
+      S: () => this.bar.step(10),
+      ArrowLeft: () => this.goto(here - 1),
+      ArrowRight: () => (here + 1 >= clock.last ? this.goto(null) : this.goto(here + 1)),
+      Home: () => this.goto(clock.first),
+      End: () => this.goto(null),
+      l: () => this.goto(null),
+      n: () => this.prompt.focus(),
+      d: () => this.sendSamples(),
+      x: () => this.look.selected && this.command("abort", { request_id: this.look.selected }),
+      X: () => this.command("abort"),
+      Escape: () => this.setLook({ selected: null }),
+      "?": () => (this.keys.open = !this.keys.open),
+    };
+    const action = keys[event.key];
+    if (!action) return;
+    event.preventDefault();
+    action();
+  }
+
+  // -- drawing ------------------------------------------------------------------------------------------------------------
+
+  draw() {
+    this.frame = null;
+    const dirty = this.dirty;
+    this.dirty = new Set();
+    const s = this.sections;
+    if (dirty.has("head") || dirty.has("clock")) {
+      renderHead(this, s.head);
+      this.bar.render(s.clock, s.head, this.look);
+      this.welcome();
+    }
+    if (dirty.has("head")) this.form.fill(s.head);
+    if (dirty.has("trouble")) this.trouble(s.trouble);
+    if (dirty.has("requests")) renderRequests(this, s.requests || []);
+    if (dirty.has("tables")) renderTables(this, s.tables || []);
+    if (dirty.has("tiles")) renderTiles(this, s.tiles);
+    if (dirty.has("story")) renderStory(this, s.story || []);
+    if (dirty.has("focus")) renderFocus(this, s.focus);
+    for (const name of ["batch", "timeline", "pool"]) if (dirty.has(name) && s[name]) this.charts.draw(name, s[name]);
+    if (dirty.has("pool") && s.pool)
+      setText(this.counts.pool, `${s.pool.used} of ${s.pool.total} blocks in use` + (s.pool.cached ? ` · ${s.pool.cached} cached` : ""));
+    if (dirty.has("timeline") && s.timeline)
+      setText(this.counts.timeline, s.timeline.total > s.timeline.shown ? `the newest ${s.timeline.shown} of ${s.timeline.total}` : "");
+    this.root.classList.toggle("lab-empty", !s.requests || s.requests.length === 0);
+    this.root.classList.toggle("lab-past", this.look.step !== null);
+    this.probe.draws += 1;
+  }
+
+  trouble(text) {
+    setText(this.troubleLine, text || "");
+    this.troubleLine.hidden = !text;
+  }
+
+  welcome() {
+    const head = this.sections.head;
+    if (!head) return;
+    const idle = !this.sections.clock || this.sections.clock.last < 0;
+    const down = head.state === "stopped" || head.state === "failed";
+    const ready = head.state === "ready";
+    this.hero.hidden = ready && !idle;
+    if (this.hero.hidden) return;
+    this.hero.dataset.state = head.state;
+    setText(this.heroTitle, ready ? "A real engine, ready to be watched" : down ? "The engine is not running" : "The model is loading");
+    setText(
+      this.heroText,
+      ready
+        ? "One button sends four prompts. They share one engine, and every picture shows what it really does."
+        : down ? sentence(head.error || "its process ended") : sentence(head.stage || "starting the engine's process"),
+    );
+    this.heroBar.hidden = ready || down;
+    if (head.progress === null || head.progress === undefined) this.heroBar.removeAttribute("value");
+    else this.heroBar.value = head.progress;
+    this.heroStart.hidden = !ready;
+    this.heroRestart.hidden = !down;
+  }
+
+  // -- skeleton -----------------------------------------------------------------------------------------------------------
+
+  build() {
+    this.root.dataset.theme = this.look.theme;
+    this.counts = {};
+    this.frames = {};
+    const frame = (name, title, help, extra) => {
+      this.counts[name] = h("span", { class: "lab-count" });
+      this.frames[name] = h("div", { class: "lab-chart", role: "img", "aria-label": title });
+      return h(
+        "section", { class: "lab-frame lab-" + name, "aria-label": title },
+        h("h2", { title: help }, title, this.counts[name], extra),
+        h("div", { class: "lab-plot" }, this.frames[name], h("p", { class: "lab-hint" }, EMPTY[name])),
+      );
+    };
+    const legend = h(
+      "span", { class: "lab-legend", "aria-hidden": "true" },
+      LEGEND.map(([kind, word]) => h("span", {}, h("i", { class: "lab-swatch lab-" + kind + "-swatch" }), word)),
+    );
+    this.troubleLine = h("p", { class: "lab-trouble", role: "alert", hidden: true });
+    this.header = h("header", { class: "lab-head" });
+    this.bar = transport(this);
+    this.form = engineForm(this);
+    this.requests = h("ul", { class: "lab-requests", "aria-label": "Requests" });
+    this.tables = h("div", { class: "lab-tables" });
+    this.tablesTitle = h("span", { class: "lab-count" });
+    this.tiles = h("div", { class: "lab-tiles" });
+    this.story = h("ol", { class: "lab-story", "aria-label": "What happened" });
+    this.focus = h("div", { class: "lab-focus" });
+    this.root.replaceChildren(
+      this.header,
+      h("aside", { class: "lab-left", "aria-label": "Controls" }, this.sender(), this.form.node, this.keyList()),
+      h(
+        "main", { class: "lab-centre" },
+        this.buildHero(),
+        frame("batch", "Batch composition", "Tokens that each request contributed to each step.", legend),
+        frame("timeline", "Request timelines", "The life of each request, on the same steps as the batch above."),
+        frame("pool", "KV block pool", "Every physical block of KV memory; colour is the owner."),
+        h("section", { class: "lab-frame lab-latency", "aria-label": "Latency and load" }, this.tiles),
+      ),
+      h(
+        "aside", { class: "lab-right", "aria-label": "Requests, block tables and log" },
+        h("section", { class: "lab-frame lab-list", "aria-label": "Requests" },
+          h("h2", {}, "Requests", h("span", { class: "lab-actions" },
+            h("button", { type: "button", title: "Stop every request (X)", onclick: () => this.command("abort") }, "Stop all"),
+            h("button", { type: "button", title: "Empty the lab: stop all, forget all", onclick: () => this.clear() }, "Clear"))),
+          h("p", { class: "lab-hint" }, EMPTY.requests), this.requests),
+        h("section", { class: "lab-frame lab-blocks", "aria-label": "Block tables" },
+          h("h2", { title: "For each request: logical block 0, 1, 2 … → physical block." }, "Block tables", this.tablesTitle), this.tables),
+        h("section", { class: "lab-frame lab-text", "aria-label": "Text of the selected request" }, this.focus),
+        h("section", { class: "lab-frame lab-log", "aria-label": "What happened" }, h("h2", {}, "What happened"), this.story),
+      ),
+      h("footer", { class: "lab-foot" }, this.troubleLine, this.bar.node),
+    );
+    renderFocus(this, null);
+    renderTables(this, []);
+  }
+
+  async clear() {
+    const done = await this.command("clear");
+    if (done) this.setLook({ selected: null, step: null });
+  }
+
+  buildHero() {
+    this.heroTitle = h("h1", {});
+    this.heroText = h("p", {});
+    this.heroBar = h("progress", { max: 1, "aria-label": "Loading" });
+    this.heroStart = h("button", { type: "button", class: "lab-big", onclick: () => this.sendSamples() }, "Send four sample prompts");
+    this.heroRestart = h("button", { type: "button", class: "lab-big lab-restart", onclick: () => this.restart() }, "Restart the engine");
+    this.hero = h(
+      "div", { class: "lab-hero", hidden: true, role: "status" },
+      this.heroTitle, this.heroText, this.heroBar, this.heroStart, this.heroRestart,
+    );
+    return this.hero;
+  }
+
+  async restart() {
+    this.heroRestart.disabled = true;
+    await this.command("restart");
+    this.heroRestart.disabled = false;
+  }
+
+  sender() {
+    const id = (name) => "lab-" + name;
+    const field = (name, label, props) => {
+      this.inputs[name] = h("input", { id: id(name), type: "number", ...props });
+      return h("label", { htmlFor: id(name), title: props.title }, label, this.inputs[name]);
+    };
+    this.inputs = {};
+    this.message = h("p", { class: "lab-message", role: "alert" });
+    this.prompt = h("textarea", {
+      id: id("prompt"), rows: 3, placeholder: "Type a prompt. Enter sends it.", value: "Why does a cat always land on its feet?",
+    });
+    this.mode = h(
+      "select", { id: id("mode"), title: "Chat wraps the prompt in the model's chat template; raw sends it as it is." },
+      h("option", { value: "chat" }, "chat"), h("option", { value: "raw" }, "raw"),
+    );
+    return h(
+      "section", { class: "lab-send", "aria-label": "Send" },
+      h("label", { htmlFor: id("prompt") }, "Prompt"), this.prompt,
+      h(
+        "div", { class: "lab-fields" },
+        field("max_tokens", "max tokens", { value: 96, min: 1, step: 1, title: "Most tokens to generate." }),
+        field("temperature", "temperature", { value: 0.7, min: 0, step: 0.1, title: "0 always takes the likeliest token." }),
+        h("label", { htmlFor: id("mode") }, "mode", this.mode),
+        field("copies", "copies", { value: 1, min: 1, max: 64, step: 1, title: "Send the prompt this many times." }),
+      ),
+      h(
+        "div", { class: "lab-buttons" },
+        h("button", { type: "button", class: "lab-primary", id: id("send"), onclick: () => this.sendPrompt() }, "Send"),
+        h("button", { type: "button", id: id("samples"), title: "Send four sample prompts (d)", onclick: () => this.sendSamples() },
+          "Four sample prompts"),
+      ),
+      this.message,
+    );
+  }
+
+  keyList() {
+    const rows = [
+      ["space", "pause or run"], ["s", "one step"], ["S", "ten steps"], ["← →", "move the cursor in time"], ["Home", "first step"],
+      ["l or End", "live"], ["n", "type a prompt"], ["d", "four sample prompts"], ["x", "stop the selected request"], ["X", "stop all"],
+      ["Esc", "select nothing"], ["?", "this list"],
+    ];
+    this.keys = h("details", { class: "lab-keys" }, h("summary", {}, "Keys"),
+      h("dl", {}, rows.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)])));
+    return this.keys;
+  }
+}
+
+export function sentence(text) {
+  const first = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.:?]$/.test(first) ? first : first + ".";
+}
+
+function themeOf(root) {
+  const colour = getComputedStyle(root).getPropertyValue("--st-background-color").trim() || getComputedStyle(document.body).backgroundColor;
+  const probe = document.createElement("canvas").getContext("2d");
+  probe.fillStyle = colour;
+  const hex = probe.fillStyle;
+  if (!/^#[0-9a-f]{6}$/i.test(hex)) return "light";
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b < 110 ? "dark" : "light";
+}

@@ -1,0 +1,226 @@
+// The panels beside the pictures. Texts of users and models only ever become text nodes.
+import { h, milliseconds, number, setText } from "./dom.js";
+
+const MARKS = { waiting: "○", prefill: "◐", recompute: "◑", decode: "●", finished: "■" };
+
+const hue = (count) => "var(--hue-" + (count % 8) + ")";
+
+export function renderHead(view, head) {
+  if (!head) return;
+  const model = head.model;
+  const facts = model
+    ? [
+        ["lab-model", model.title, `${model.architecture}, ${number(model.num_parameters / 1e6)} million parameters`],
+        ["lab-weights", model.weights, "Where the weights come from"],
+        ["lab-device", model.device, "Device that computes"],
+        ["lab-dtype", model.dtype, "Number format of weights and KV cache"],
+        ["lab-threads", `${model.threads} thread${model.threads === 1 ? "" : "s"}`, "CPU threads of the engine"],
+        ["lab-omp", `OpenMP: ${model.omp_wait}`, "How the engine's threads wait for each other"],
+      ]
+    : [];
+  const words = {
+    starting: "starting", loading: "loading", failed: "not loaded", stopped: "stopped",
+    ready: head.mode === "paused" ? "paused" : head.rate ? `slow motion, ${head.rate} steps/s` : "running",
+  };
+  const text = words[head.state] || head.state;
+  const key = JSON.stringify([facts, text]);
+  if (view.headKey === key) return;
+  view.headKey = key;
+  view.header.replaceChildren(
+    h("strong", {}, "Inference Lab"),
+    h("span", { class: "lab-facts" }, facts.map(([name, value, title]) => h("span", { class: name, title }, value))),
+    h("span", { class: "lab-state", "data-state": head.state === "ready" ? head.mode || "ready" : head.state, role: "status" }, text),
+  );
+}
+
+export function renderRequests(view, requests) {
+  const known = (view.rows ??= new Map());
+  const seen = new Set();
+  for (const request of requests) {
+    seen.add(request.id);
+    let row = known.get(request.id);
+    if (!row) {
+      row = newRow(view, request);
+      known.set(request.id, row);
+    }
+    row.fill(request);
+  }
+  for (const [id, row] of known) {
+    if (seen.has(id)) continue;
+    row.node.remove();
+    known.delete(id);
+  }
+  const order = { decode: 0, prefill: 0, recompute: 0, waiting: 1, finished: 2 };
+  const sorted = [...requests].sort((a, b) => order[a.state] - order[b.state] || (a.state === "finished" ? b.number - a.number : a.number - b.number));
+  sorted.forEach((request, i) => {
+    const node = known.get(request.id).node;
+    if (view.requests.children[i] !== node) view.requests.insertBefore(node, view.requests.children[i] || null);
+  });
+}
+
+function newRow(view, request) {
+  const badge = h("span", { class: "lab-badge", style: { background: hue(request.number) } }, request.letter);
+  const mark = h("span", { class: "lab-mark", "aria-hidden": "true" });
+  const detail = h("span", { class: "lab-detail" });
+  const prompt = h("span", { class: "lab-prompt" }, request.prompt);
+  const text = h("span", { class: "lab-out" });
+  const stop = h("button", {
+    type: "button", class: "lab-stop", title: `Stop ${request.letter}`, "aria-label": `Stop request ${request.letter}`,
+    onclick: (event) => {
+      event.stopPropagation();
+      view.command("abort", { request_id: request.id });
+    },
+  }, "Stop");
+  const choose = h("button", { type: "button", class: "lab-choose", "aria-label": `Select request ${request.letter}`, onclick: () => view.select(request.id) },
+    badge, mark, detail);
+  const node = h("li", { class: "lab-request", "data-id": request.id, onclick: (e) => { if (!e.target.closest("button")) view.select(request.id); } },
+    h("div", { class: "lab-line" }, choose, stop), prompt, text);
+  return {
+    node,
+    fill(now) {
+      node.dataset.state = now.state;
+      setText(mark, MARKS[now.state] || "");
+      setText(detail, now.detail + (now.slow ? " · slow motion" : ""));
+      setText(text, (now.cut ? "… " : "") + now.text);
+      stop.hidden = !now.live;
+      const chosen = view.look.selected === request.id;
+      node.classList.toggle("lab-selected", chosen);
+      choose.setAttribute("aria-pressed", String(chosen));
+    },
+  };
+}
+
+export function renderTables(view, tables) {
+  const selected = view.look.selected;
+  const rows = selected && tables.some((t) => t.id === selected) ? [...tables].sort((a, b) => (b.id === selected) - (a.id === selected)) : tables;
+  setText(view.tablesTitle, tables.length ? "logical → physical" : "");
+  if (!tables.length) {
+    view.tables.replaceChildren(h("p", { class: "lab-hint lab-always" }, view.sections.requests?.length ? "No request holds a block at this step." : "A request's block table appears here: which physical block holds its logical blocks 0, 1, 2 …"));
+    return;
+  }
+  view.tables.replaceChildren(
+    ...rows.map((table) =>
+      h("div", { class: "lab-table" + (table.id === selected ? " lab-selected" : ""), "data-id": table.id, style: { "--hue": hue(table.number) } },
+        h("span", { class: "lab-badge", style: { background: hue(table.number) }, title: `${table.tokens} tokens stored` }, table.letter),
+        h("span", { class: "lab-cells" },
+          table.cells.map(([block, tokens, owners, fresh], logical) =>
+            h("span", {
+              class: "lab-cell" + (owners > 1 ? " lab-shared" : "") + (fresh ? " lab-fresh" : ""),
+              style: { "--fill": (100 * tokens) / Math.max(1, view.sections.head?.config?.block_size || 16) + "%" },
+              title: `logical ${logical} → physical ${block}: ${tokens} tokens` + (owners > 1 ? `, shared by ${owners}` : ""),
+            }, table.id === selected ? h("small", {}, String(logical)) : null, String(block))),
+          table.left_out ? h("span", { class: "lab-more" }, `and ${table.left_out} more`) : null))),
+  );
+}
+
+export function renderTiles(view, tiles) {
+  if (!tiles) return;
+  const head = h("tr", {}, h("th", { scope: "col" }, h("span", { class: "lab-tilehead" }, "Latency"), h("small", {}, " ms")),
+    h("th", { scope: "col", "aria-label": "Newest values" }, ""), ["p50", "p95", "p99", "n"].map((name) => h("th", { scope: "col" }, name)));
+  const body = tiles.latency.map((row) =>
+    h("tr", { title: row.text, "data-name": row.name }, h("th", { scope: "row" }, row.label), h("td", {}, spark(row.spark)),
+      h("td", {}, milliseconds(row.p50)), h("td", {}, milliseconds(row.p95)),
+      h("td", { class: row.few ? "lab-few" : "", title: row.few ? "Fewer than 100 samples: hardly more than the maximum." : null }, milliseconds(row.p99)),
+      h("td", { class: "lab-n" }, number(row.count))));
+  const gauges = tiles.gauges.map((g) =>
+    h("div", { class: "lab-gauge", title: g.text, "data-name": g.name }, h("span", {}, g.label),
+      h("b", {}, g.value === null ? "n/a" : number(g.value, g.name === "output" ? 1 : 0), g.value !== null && g.unit ? h("small", {}, " " + g.unit) : null)));
+  view.tiles.replaceChildren(
+    h("table", {}, h("thead", {}, head), h("tbody", {}, body)),
+    h("div", { class: "lab-gauges" }, gauges),
+    h("p", { class: "lab-note" }, "Newest 200 requests, linear interpolation." + (tiles.slow ? ` ${tiles.slow} in slow motion left out.` : "")),
+  );
+}
+
+function spark(values) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", "0 0 48 14");
+  svg.setAttribute("class", "lab-spark");
+  svg.setAttribute("aria-hidden", "true");
+  if (values.length) {
+    const top = Math.max(...values) || 1;
+    const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
+    const step = values.length > 1 ? 46 / (values.length - 1) : 0;
+    line.setAttribute("points", values.map((v, i) => `${(1 + i * step).toFixed(1)},${(13 - (12 * v) / top).toFixed(1)}`).join(" "));
+    svg.append(line);
+    if (values.length === 1) {
+      const dot = document.createElementNS("http://www.w3.org/2000/svg", "circle");
+      dot.setAttribute("cx", "2");
+      dot.setAttribute("cy", "3");
+      dot.setAttribute("r", "1.5");
+      svg.append(dot);
+    }
+  }
+  return svg;
+}
+
+export function renderStory(view, entries) {
+  const key = JSON.stringify(entries.map((e) => [e.step, e.text]));
+  if (view.storyKey === key) return;
+  view.storyKey = key;
+  if (!entries.length) {
+    view.story.replaceChildren(h("li", { class: "lab-hint" }, "Arrivals, admissions, preemptions and finishes are told here, each with its step."));
+    return;
+  }
+  view.story.replaceChildren(
+    ...entries.map((entry) =>
+      h("li", { "data-kind": entry.kind, style: entry.number === null ? {} : { "--hue": hue(entry.number) } },
+        h("button", { type: "button", title: (entry.definition ? entry.definition + " " : "") + "Show this step.", onclick: () => view.goto(entry.step) },
+          h("span", { class: "lab-when" }, `Step ${entry.step}`), h("span", {}, entry.text)))),
+  );
+}
+
+export function renderFocus(view, focus) {
+  if (!focus) {
+    view.focusId = null;
+    view.focus.replaceChildren(h("h2", {}, "Text"), h("p", { class: "lab-hint lab-always" }, "Select a request to read its whole text. Then select a token to see its step, its candidates, and where its K and V lie."));
+    return;
+  }
+  if (view.focusId !== focus.id) {
+    view.focusId = focus.id;
+    view.focusTitle = h("h2", {});
+    view.focusPrompt = h("details", { class: "lab-whole" });
+    view.focusText = h("p", { class: "lab-tokens" });
+    view.focusToken = h("div", { class: "lab-token", role: "status" });
+    view.focus.replaceChildren(view.focusTitle, view.focusPrompt, view.focusText, view.focusToken);
+    view.focusPrompt.replaceChildren(h("summary", {}, `prompt, ${number(focus.prompt_tokens)} tokens`), h("p", {}, focus.prompt));
+    view.focusCount = 0;
+  }
+  view.focusTitle.replaceChildren(h("span", { class: "lab-badge", style: { background: hue(focus.number) } }, focus.letter), ` ${focus.tokens.length} tokens`,
+    h("span", { class: "lab-count" }, focus.cached_tokens ? `${focus.cached_tokens} prompt tokens from the cache` : ""));
+  if (focus.tokens.length < view.focusCount || focus.left_out) {
+    view.focusText.replaceChildren();
+    view.focusCount = 0;
+  }
+  const fresh = focus.tokens.slice(view.focusCount).map(([text, step, index]) =>
+    h("span", {
+      role: "button", tabIndex: 0, title: `token ${index}, step ${step}`, "data-index": index,
+      onclick: (e) => showToken(view, focus.id, index, e.currentTarget),
+      onkeydown: (e) => { if (e.key === "Enter") showToken(view, focus.id, index, e.currentTarget); },
+    }, text === "" ? "·" : text));
+  const atEnd = view.focusText.scrollHeight - view.focusText.scrollTop - view.focusText.clientHeight < 24;
+  view.focusText.append(...fresh);
+  view.focusCount = focus.tokens.length;
+  if (fresh.length && atEnd) view.focusText.scrollTop = view.focusText.scrollHeight;
+  if (focus.error) view.focusToken.replaceChildren(h("p", { class: "lab-message" }, focus.error));
+}
+
+async function showToken(view, request, index, node) {
+  for (const other of view.focusText.querySelectorAll(".lab-selected")) other.classList.remove("lab-selected");
+  node.classList.add("lab-selected");
+  const answer = await fetch("/lab/api/token?" + new URLSearchParams({ lab: view.lab, request, index }));
+  const token = await answer.json();
+  if (!answer.ok) {
+    view.focusToken.replaceChildren(h("p", { class: "lab-message" }, token.error));
+    return;
+  }
+  const time = token.itl_ms === null ? (token.ttft_ms === null ? "" : ` · TTFT ${milliseconds(token.ttft_ms)} ms`) : ` · ITL ${milliseconds(token.itl_ms)} ms`;
+  const place = token.block === null
+    ? token.last ? "its K and V are not computed: it is the last token" : "its block is not held any more"
+    : `K and V in block ${token.block} (logical ${token.logical}), slot ${token.offset}`;
+  view.focusToken.replaceChildren(
+    h("p", {}, h("button", { type: "button", class: "lab-link", onclick: () => view.goto(token.step) }, `step ${token.step}`), time, h("br"), place),
+    h("ul", { class: "lab-candidates" }, token.top.map(([text, probability, taken]) =>
+      h("li", { class: taken ? "lab-taken" : "", style: { "--p": 100 * probability + "%" } }, h("code", {}, JSON.stringify(text)), h("span", {}, number(100 * probability, 1) + " %")))),
+  );
+}

@@ -1,0 +1,75 @@
+// The transport bar: drives the engine (run, pause, step) and this viewer's own cursor in time (slider, jumps, live).
+import { h, setText } from "./dom.js";
+
+const RATES = [["", "full speed"], ["20", "20 steps/s"], ["5", "5 steps/s"], ["2", "2 steps/s"], ["1", "1 step/s"], ["0.5", "1 step in 2 s"]];
+const JUMPS = [["preempt", "preemption"], ["admit", "admission"], ["finish", "finish"], ["evict", "eviction"]];
+
+export function transport(view) {
+  const button = (text, title, action, extra = {}) => h("button", { type: "button", title, "aria-label": title, onclick: action, ...extra }, text);
+  const run = button("Pause", "Pause or run the engine (space)", () => bar.toggle(), { class: "lab-run" });
+  const one = button("Step", "Let the engine take one step (s)", () => bar.step(1), { class: "lab-step" });
+  const ten = button("Step 10", "Let the engine take ten steps (S)", () => bar.step(10));
+  const rate = h("select", { title: "Slow motion", "aria-label": "Slow motion", onchange: () => bar.drive() },
+    RATES.map(([value, word]) => h("option", { value }, word)));
+  const first = button("|◀", "To the first step (Home)", () => view.goto(view.sections.clock?.first ?? 0));
+  const back = button("◀", "One step back in time (left arrow)", () => view.goto(place() - 1));
+  const ahead = button("▶", "One step on in time (right arrow)", () => view.goto(place() + 1));
+  const slider = h("input", {
+    type: "range", min: 0, max: 0, value: 0, class: "lab-slider", "aria-label": "Step that the pictures show",
+    oninput: () => view.goto(Number(slider.value) >= Number(slider.max) ? null : Number(slider.value)),
+  });
+  const where = h("span", { class: "lab-where" });
+  const live = button("LIVE", "Back to now (l)", () => view.goto(null), { class: "lab-live" });
+  const jump = h("select", { title: "Jump to the next event of a kind", "aria-label": "Jump to the next", onchange: () => hop() },
+    h("option", { value: "" }, "jump to …"),
+    JUMPS.flatMap(([kind, word]) => [h("option", { value: "+" + kind }, "next " + word), h("option", { value: "-" + kind }, "last " + word)]));
+  let head = null;
+
+  function place() {
+    return view.look.step ?? view.sections.clock?.last ?? 0;
+  }
+
+  function hop() {
+    const choice = jump.value;
+    jump.value = "";
+    const steps = view.sections.clock?.jumps?.[choice.slice(1)] || [];
+    const here = place();
+    const found = choice[0] === "+" ? steps.find((s) => s > here) : steps.findLast((s) => s < here);
+    if (found !== undefined) view.goto(found);
+    else setText(view.message, `There is no ${choice[0] === "+" ? "later" : "earlier"} step of this kind.`);
+  }
+
+  const bar = {
+    node: h("nav", { class: "lab-bar", "aria-label": "Transport" }, run, one, ten, rate,
+      h("span", { class: "lab-gap" }), first, back, ahead, slider, where, live, jump),
+    toggle() {
+      const running = head?.mode === "running";
+      return view.command("control", { action: running ? "pause" : "run", rate: running ? null : Number(rate.value) || null });
+    },
+    step(steps) {
+      view.setLook({ step: null });
+      return view.command("control", { action: "step", steps });
+    },
+    drive() {
+      if (head?.mode === "running") view.command("control", { action: "run", rate: Number(rate.value) || null });
+    },
+    render(clock, now, look) {
+      head = now;
+      const open = Boolean(now?.open);
+      for (const node of [run, one, ten, rate]) node.disabled = !open;
+      const running = now?.mode === "running";
+      setText(run, running ? "Pause" : "Run");
+      run.classList.toggle("lab-paused", open && !running);
+      if (!clock) return;
+      const empty = clock.last < 0;
+      for (const node of [first, back, ahead, slider, jump]) node.disabled = empty;
+      slider.min = clock.first;
+      slider.max = Math.max(clock.last, 0);
+      if (document.activeElement !== slider || look.step === null) slider.value = look.step ?? clock.last;
+      setText(where, empty ? "no step yet" : `step ${look.step ?? clock.last} of ${clock.last}`);
+      live.classList.toggle("lab-on", look.step === null);
+      live.setAttribute("aria-pressed", String(look.step === null));
+    },
+  };
+  return bar;
+}

@@ -1,0 +1,10 @@
+"""Navigation only: each page is a thin file in ``screens/``."""
+
+from pathlib import Path
+
+import streamlit as st
+
+ICON = Path(__file__).parent / "live" / "static" / "icon.svg"
+
+st.set_page_config(page_title="Inference Lab", page_icon=str(ICON), layout="wide")
+st.navigation([st.Page("screens/lab.py", title="Lab", default=True)], position="top").run()

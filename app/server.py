@@ -1,0 +1,111 @@
+"""The lab's server: an ASGI Streamlit app with the live view's routes, and the launcher that starts it.
+
+The engine's process is started beside it at once, so that the page shows before the model is ready. Everything that touches
+``st.App``, which is young, is in this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+from app.live.routes import routes
+from app.session import Hub, install
+
+MAIN = Path(__file__).parent / "main.py"
+
+SETTINGS: dict[str, Any] = {
+    "runner.postScriptGC": False,
+    "runner.magicEnabled": False,
+    "server.fileWatcherType": "none",
+    "server.headless": True,
+    "server.showEmailPrompt": False,
+    "server.enableCORS": True,
+    "server.enableXsrfProtection": True,
+    "server.maxUploadSize": 16,
+    "browser.gatherUsageStats": False,
+    "client.toolbarMode": "minimal",
+    "client.showErrorLinks": False,
+    "logger.hideWelcomeMessage": True,
+    "logger.level": "warning",
+}
+"""Streamlit's settings: nothing that disturbs the engine's process or talks to the outside."""
+
+
+def address(host: str, port: int) -> str:
+    """What a person types into the browser."""
+    shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1", "localhost") else host
+    return f"http://{shown}:{port}"
+
+
+def check_port(host: str, port: int) -> None:
+    """Fail early and clearly when the address can't be used.
+
+    Raises:
+        ValueError: the port is in use or not allowed, or the host is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        if os.name != "nt":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"can't listen on {host}:{port} ({error.strerror}): stop the program that holds the port, "
+                f"or choose another one, for example --port {port + 1 if port < 65535 else 8501}"
+            ) from error
+
+
+def build_app(hub: Hub, where: str) -> st.App:
+    """The ASGI app of one hub. ``where``: the address to print once the page can be opened."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: st.App) -> AsyncIterator[None]:
+        install(hub)
+        print(f"The lab is open: {where}\nThe model is loading beside it. Ctrl-C ends everything.", flush=True)
+        yield
+
+    return st.App(MAIN, lifespan=lifespan, routes=routes())
+
+
+def run(
+    model: str = "smollm2",
+    device: str = "auto",
+    dtype: str = "auto",
+    host: str = "127.0.0.1",
+    port: int = 8501,
+    threads: int | None = None,
+) -> None:
+    """Serve the lab until it is interrupted; then the engine's process ends too.
+
+    Raises:
+        ValueError: the port can't be used.
+    """
+    from engine.serve.client import EngineClient
+
+    check_port(host, port)
+    client = EngineClient(model=model, device=device, dtype=dtype, threads=threads)
+    hub = Hub(client)
+    install(hub)
+    app = build_app(hub, address(host, port))
+    starter = threading.Thread(target=client.start, name="engine-start", daemon=True)
+    starter.start()
+    try:
+        app.run(config={**SETTINGS, "server.address": host, "server.port": port})
+    except SystemExit as stop:
+        if stop.code not in (0, None):
+            print(f"inference-lab: the server could not start on {host}:{port}", file=sys.stderr)
+        raise
+    finally:
+        client.close()
+        install(None)
+        print("The lab is closed.", flush=True)
