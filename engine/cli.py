@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from engine import __version__
 
 if TYPE_CHECKING:
+    from engine.core.outputs import ClosedRequest, OpenedRequest, TokenEvent
+    from engine.core.trace import RequestTrace, StepTrace
     from engine.llm import LLM
 
 DEFAULT_PORT = 8501
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.command(arguments) or 0)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"inference-lab: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -162,12 +164,62 @@ def _generate(arguments: argparse.Namespace) -> int:
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,
     )
-    llm = _load(arguments)
-    _stream(llm, prompt, params, chat=not arguments.raw, stats=arguments.stats)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: give at least one character that is not a space")
+    printer = Printer()
+    llm = _load(arguments, printer)
+    if arguments.raw or not llm.tokenizer.has_chat_template:
+        (output,) = llm.generate(prompt, params)
+    else:
+        (output,) = llm.chat([{"role": "user", "content": prompt}], params)
+    print(flush=True)
+    (completion,) = output.outputs
+    if arguments.stats:
+        print(summary(output.metrics, llm.model.info.title, llm.model.info.device), file=sys.stderr)
+    if completion.finish_reason == "error":
+        raise RuntimeError(completion.error)
     return 0
 
 
-def _load(arguments: argparse.Namespace) -> LLM:
+class Printer:
+    """Writes text to the terminal as it becomes certain."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def opened(self, event: OpenedRequest) -> None:
+        """Nothing to write yet."""
+
+    def token(self, event: TokenEvent) -> None:
+        """Write what this token made certain."""
+        self._write(event.text)
+
+    def closed(self, event: ClosedRequest) -> None:
+        """Write what had been held back."""
+        self._write(event.text[self.written :])
+
+    def stepped(self, step: StepTrace) -> None:
+        """Steps are not shown here."""
+
+    def _write(self, text: str) -> None:
+        self.written += len(text)
+        print(text, end="", flush=True)
+
+
+def summary(trace: RequestTrace, title: str, device: str) -> str:
+    """Counts and latencies of one finished request, on one line."""
+    parts = [f"{title} on {device}", f"{trace.prompt_tokens} prompt tokens", f"{trace.output_tokens} output tokens"]
+    parts += [
+        f"{name} {1000 * seconds:.1f} ms"
+        for name, seconds in (("TTFT", trace.ttft), ("TPOT", trace.tpot), ("E2E", trace.e2e_latency))
+        if seconds is not None
+    ]
+    if trace.tpot:
+        parts.append(f"{1 / trace.tpot:.1f} tokens/s while decoding")
+    return " · ".join([*parts, f"ended: {trace.finish_reason}"])
+
+
+def _load(arguments: argparse.Namespace, listener: Printer) -> LLM:
     from engine import LLM
 
     if arguments.threads:
@@ -176,7 +228,22 @@ def _load(arguments: argparse.Namespace) -> LLM:
         torch.set_num_threads(arguments.threads)
     names = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return LLM(arguments.model, device=arguments.device, dtype=arguments.dtype, **settings)
+    return LLM(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        listener=listener,
+        progress=_tell_progress,
+        **settings,
+    )
+
+
+def _tell_progress(stage: str, fraction: float | None) -> None:
+    """One line that is overwritten, where a person watches; nothing in a log."""
+    if sys.stderr.isatty():
+        done = "" if fraction is None else f" {fraction:.0%}"
+        end = "\r\033[K" if fraction == 1 else ""
+        print(f"\r\033[K{stage}{done}", end=end, file=sys.stderr, flush=True)
 
 
 def _positive(text: str) -> int:

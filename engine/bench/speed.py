@@ -174,7 +174,7 @@ def benchmark(model: str, device: str, dtype: str, threads: int | None = None) -
     if threads:
         torch.set_num_threads(threads)
     llm = LLM(model, device=device, dtype=dtype, enable_prefix_caching=False, max_num_seqs=16, max_model_len=1024)
-    info = llm.info
+    info = llm.model.info
     ceilings = measure_ceilings(torch.device(info.device.split()[0]), getattr(torch, info.dtype), seconds=2.0)
     speeds = measure(llm, ceilings, info.vocab_size)
     print(
@@ -188,7 +188,7 @@ def benchmark(model: str, device: str, dtype: str, threads: int | None = None) -
         "dtype": info.dtype,
         "threads": info.threads,
         "omp_wait": info.omp_wait,
-        "versions": info.versions,
+        "versions": dict(info.versions),
         "ceilings": asdict(ceilings),
         "speeds": [asdict(speed) for speed in speeds],
     }

@@ -77,7 +77,7 @@ def test_weights_and_cache_live_on_the_gpu():
     before = torch.cuda.memory_allocated()
     gpu = LLM("tiny", device="cuda", dtype="float32", num_kv_blocks=256)
     grown = torch.cuda.memory_allocated() - before
-    assert grown >= gpu.info.weight_bytes + 256 * 16 * gpu.info.kv_bytes_per_token
+    assert grown >= gpu.model.info.weight_bytes + 256 * 16 * gpu.model.info.kv_bytes_per_token
 
 
 def test_ceilings_of_a_gpu_are_of_a_plausible_size():
