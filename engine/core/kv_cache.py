@@ -142,17 +142,16 @@ class PagedKVCache:
         if not self._caching:
             return "prefix caching is off"
         cached = len(hits) * size
+        if prompt < size:
+            return f"the prompt has {prompt} tokens, not one full block of {size}: only full blocks are shared"
+        if prompt == size:
+            return f"the prompt is one block of {size}, and the last token is always computed: its logits are needed"
+        if cached + size == prompt:
+            return "everything but the last block: the last token is always computed, its logits are needed"
         if cached == (prompt - 1) // size * size:
-            if cached + size <= prompt:
-                return "everything but the last block: the last token is always computed, its logits are needed"
-            return (
-                f"the prompt has {prompt} tokens, not one full block of {size}: only full blocks are shared"
-                if not cached
-                else "every full block of the prompt was found"
-            )
+            return "every full block of the prompt was found"
         parent = self.pool.content_id(hits[-1]) if hits else request.cache_salt
-        start = cached
-        partial = self.pool.longest_partial_match(request.token_ids[start : start + size], parent)
+        partial = self.pool.longest_partial_match(request.token_ids[cached : cached + size], parent)
         after = f"after {cached} tokens " if cached else ""
         if partial:
             shared = f"{after}the shared prefix goes on for {partial} tokens, shorter than a block of {size}"
