@@ -147,7 +147,7 @@ def records_jsonl(
 
 
 def _line(record: Header | RequestLine | StepLine) -> str:
-    """msgspec writes a number that is not finite as null, so a line is always valid JSON."""
+    """One line; numbers that are not finite become null, as msgspec writes them, so it is always valid JSON."""
     try:
         return msgspec.json.encode(record).decode() + "\n"
     except UnicodeEncodeError:
@@ -204,8 +204,9 @@ def chrome_trace(
     """A timeline in the Chrome trace format, which Perfetto and chrome://tracing open, as pieces of one JSON document.
 
     Process "Requests" has a track a request: tokenise, queued, each prefill chunk, each decode step, recompute, preempted,
-    and marks for the first token and the end. Process "Engine" has a track of steps with their parts, waits for other labs, and
-    counters of KV blocks and of running and waiting requests. Without step records a request's track shows its parts only.
+    and marks for the first token and the end. Process "Engine" has a track of steps with their parts, waits for other
+    labs, and counters of KV blocks and of running and waiting requests. Without step records a request's track shows its
+    parts only.
     """
     timeline = _Timeline(list(requests))
     yield '{"displayTimeUnit":"ms","otherData":' + _json(about or {}) + ',"traceEvents":[\n'
