@@ -35,7 +35,7 @@ def safe_cell(text: str) -> str:
 
     Characters that can't be written as UTF-8 become '?', NUL is dropped.
     """
-    text = text.encode("utf-8", "replace").decode("utf-8").replace("\0", "")
+    text = _clean(text).replace("\0", "")
     return "'" + text if text.startswith(_FORMULA_STARTS) or text.lstrip().startswith(_FORMULA_STARTS) else text
 
 
@@ -151,7 +151,7 @@ def _line(record: Header | RequestLine | StepLine) -> str:
     try:
         return msgspec.json.encode(record).decode() + "\n"
     except UnicodeEncodeError:
-        return json.dumps(msgspec.to_builtins(record, str_keys=True), allow_nan=False) + "\n"
+        return _json(msgspec.to_builtins(record, str_keys=True)) + "\n"
 
 
 class RecordsError(ValueError):
@@ -222,14 +222,14 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with numbers that JSON can't say replaced by null."""
+    """``value`` with numbers that JSON can't say replaced by null, and half characters by '?'."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {_clean(str(key)): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return value if value is None or isinstance(value, str | int | bool) else str(value)
+    return value if value is None or isinstance(value, int) else _clean(str(value))
 
 
 class _Track:
@@ -268,7 +268,7 @@ class _Timeline:
 
     def _track_name(self, track: _Track, name: str, trace: RequestTrace | None) -> dict[str, Any]:
         label = f"{name} {trace.request_id}" if trace else name
-        return _event("M", REQUESTS_PID, track.number, "thread_name", args={"name": _clean(label)})
+        return _event("M", REQUESTS_PID, track.number, "thread_name", args={"name": label})
 
     def _slice(self, track: _Track, name: str, start: int, end: int, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
         start = max(start, track.cursor)
@@ -305,7 +305,7 @@ class _Timeline:
         track = self._tracks.get(preemption.request_id)
         if track is not None:
             track.preempted_at = max(moment, track.cursor)
-            args = {"tokens_lost": preemption.tokens_lost, "in_favour_of": _clean(preemption.in_favour_of)}
+            args = {"tokens_lost": preemption.tokens_lost, "in_favour_of": preemption.in_favour_of}
             yield _event("i", REQUESTS_PID, track.number, "preempted", track.preempted_at, args=args)
 
     def _row(self, row: Scheduled, step: StepTrace) -> Iterator[dict[str, Any]]:
@@ -314,7 +314,7 @@ class _Timeline:
             if row.kind == "padding" and not row.request_id:
                 return
             track = self._tracks[row.request_id] = _Track(len(self._tracks) + 1, None)
-            yield self._track_name(track, _clean(row.request_id), None)
+            yield self._track_name(track, row.request_id, None)
         start, end = _ns(step.start), _ns(max(step.end, step.start))
         if not track.started:
             yield from self._until_recorded(track, start)
@@ -348,7 +348,7 @@ class _Timeline:
         if trace.token_times:
             yield _event("i", REQUESTS_PID, track.number, "first token", _ns(trace.token_times[0]))
         if trace.finished >= 0:
-            args = {"output_tokens": trace.output_tokens, "error": _clean(trace.error)}
+            args = {"output_tokens": trace.output_tokens, "error": trace.error}
             yield _event("i", REQUESTS_PID, track.number, f"finished: {trace.finish_reason}", _ns(trace.finished), args=args)
 
     def _step(self, step: StepTrace) -> Iterator[dict[str, Any]]:
@@ -359,7 +359,7 @@ class _Timeline:
         if step.scheduled:
             args: dict[str, Any] = {"tokens": step.num_tokens, "token_budget": step.token_budget, "seats": step.seats}
             if step.blocked is not None:
-                args["blocked"] = f"{_clean(step.blocked.request_id)}: {step.blocked.reason}"
+                args["blocked"] = f"{step.blocked.request_id}: {step.blocked.reason}"
             yield _event("X", ENGINE_PID, 1, f"step {step.index}", start, end - start, args)
             moment = start
             for name in ("schedule", "prepare", "forward", "sample", "postprocess"):

@@ -205,6 +205,7 @@ def test_llmperf() -> None:
     for record, value in zip(golden_records(), check.block["inter_token_latency_s"]["per_request"], strict=True):
         alone = tools.llmperf([record]).itl
         assert alone is not None and alone.mean == close(value)
+    assert report.itl is not None and report.itl.std == pytest.approx(0.066412072)  # a sample's, from 41.2, 77.5, 170 ms
     check.stat("end_to_end_latency_s", report.e2e, factor=1)
     check.stat("request_output_throughput_token_per_s", report.more["request_output_throughput"], factor=1)
     check.scalar("mean_output_throughput_token_per_s", report.output_throughput)
