@@ -139,10 +139,10 @@ class Engine:
                 self._refused += 1
                 raise
             now = self.clock.now()
-            identity = request_id if request_id is not None else self._new_id()
+            identity = request_id if request_id is not None else self._new_id(params.n)
             order = next(self._orders)
             seed = params.seed if params.seed is not None else _mix(self._seed, [order])
-            samples = tuple(identity if i == 0 else f"{identity}#{i}" for i in range(params.n))
+            samples = _sample_ids(identity, params.n)
             group = []
             for index, sample in enumerate(samples):
                 trace = RequestTrace(
@@ -178,10 +178,11 @@ class Engine:
             self._enter(group)
             return identity
 
-    def _new_id(self) -> str:
-        while (identity := str(next(self._ids))) in self._live or identity in self._done:
-            pass
-        return identity
+    def _new_id(self, samples: int) -> str:
+        while True:
+            names = _sample_ids(str(next(self._ids)), samples)
+            if not any(name in self._live or name in self._done for name in names):
+                return names[0]
 
     def _enter(self, group: list[Request]) -> None:
         first = group[0]
@@ -208,8 +209,8 @@ class Engine:
         if count == 0:
             raise RequestRefused("the prompt has no tokens: send at least one")
         for token in prompt_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise RequestRefused(f"the prompt holds {token!r}, which is not a token id (a whole number of at least 0)")
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**63:
+                raise RequestRefused(f"the prompt holds {token!r}, which is not a token id (a whole number from 0 to 2**63 - 1)")
         if self._vocab_size is not None and max(prompt_token_ids) >= self._vocab_size:
             raise RequestRefused(
                 f"the prompt holds token id {max(prompt_token_ids)}, but the vocabulary has {self._vocab_size} tokens"
@@ -235,8 +236,9 @@ class Engine:
         self._validate_samples(params)
         if params.stop_strings and self._codec is None:
             raise RequestRefused("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
-        if request_id is not None and (request_id in self._live or request_id in self._done):
-            raise RequestRefused(f"request_id={request_id!r} was used before: choose another or leave it out")
+        for name in _sample_ids(request_id, params.n) if request_id is not None else ():
+            if name in self._live or name in self._done:
+                raise RequestRefused(f"request_id={name!r} was used before: choose another or leave it out")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestRefused(f"priority={priority!r} must be a whole number (smaller is served first)")
         if cache_salt is not None and not isinstance(cache_salt, str):
@@ -493,7 +495,7 @@ class Engine:
             self._listener.token(
                 TokenEvent(request.request_id, request.num_output_tokens - 1, token, text, self._steps, top)
             )
-        if reason:
+        if reason and request.status is Status.RUNNING:  # the listener may have aborted it
             self._close(request, reason)
 
     # ------------------------------------------------------------------ looking in
@@ -623,6 +625,10 @@ def _completion(request: Request) -> CompletionOutput:
         stop_reason=request.trace.stop_reason,
         error=request.trace.error,
     )
+
+
+def _sample_ids(identity: str, samples: int) -> tuple[str, ...]:
+    return (identity, *(f"{identity}#{index}" for index in range(1, samples)))
 
 
 def _copy(trace: RequestTrace) -> RequestTrace:
