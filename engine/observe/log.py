@@ -244,7 +244,7 @@ class TraceLog:
         self._stats = EngineStats()
         self._now = 0.0
 
-    # -- writing ----------------------------------------------------------------------------------------------------------
+    # -- writing -------------------------------------------------------------------------------------------------------
 
     def apply(self, update: Update) -> int:
         """Take in news of the lab; wake those who wait for it. Returns the new version.
@@ -359,7 +359,7 @@ class TraceLog:
         if self._live and self._stats.running == 0 and self._stats.waiting == 0:
             self._end_live("error", "how this request ended was left out: the viewer was too slow to read everything")
 
-    # -- queues -----------------------------------------------------------------------------------------------------------
+    # -- queues --------------------------------------------------------------------------------------------------------
 
     def _urgency(self, request_id: str) -> tuple[int, int]:
         """What the engine's waiting queue is sorted by: a preempted request therefore stands before later arrivals."""
@@ -405,7 +405,7 @@ class TraceLog:
         for request_id in later:
             self._enqueue(request_id)
 
-    # -- bounds -----------------------------------------------------------------------------------------------------------
+    # -- bounds --------------------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
         self._let_steps_go()
@@ -439,7 +439,7 @@ class TraceLog:
         if entry.tokens:
             self._with_tokens.append(request_id)
 
-    # -- reading ----------------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:

@@ -124,7 +124,7 @@ class EngineClient:
         self._logs: dict[str, TraceLog] = {}
         self._subscribers: dict[str, list[Callable[[int], None]]] = {}
 
-    # -- life -------------------------------------------------------------------------------------------------------------
+    # -- life ----------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the host and let it load the model; returns at once. Does nothing while a host is running.
@@ -197,7 +197,7 @@ class EngineClient:
             raise HostGone(state.error or "the engine is not running: start it")
         raise HostTimeoutError(f"the model is not loaded after {timeout:g} s: {state.stage}")
 
-    # -- commands ---------------------------------------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------------------------------
 
     def load_model(
         self, model: str, device: str = "auto", dtype: str = "auto", *, wait: bool = True, timeout: float = 3600.0
@@ -276,7 +276,7 @@ class EngineClient:
         """Send a command, wait for its reply, and return the result."""
         return self._running().ask(command, timeout)
 
-    # -- what is known ----------------------------------------------------------------------------------------------------
+    # -- what is known -------------------------------------------------------------------------------------------------
 
     def log(self, lab: str) -> TraceLog:
         """The mirror of a lab; empty before it is opened. The same object until ``forget``, over all restarts."""
@@ -304,7 +304,7 @@ class EngineClient:
 
         return unsubscribe
 
-    # -- what comes in ----------------------------------------------------------------------------------------------------
+    # -- what comes in -------------------------------------------------------------------------------------------------
 
     def _hear(self, link: _Link, message: HostState | LabUpdate | None, farewell: str = "") -> None:
         """A message of the host, or its end. On the reader's thread."""
@@ -341,7 +341,7 @@ class EngineClient:
             except Exception:
                 LOGGER.exception("a listener to the host's state failed")
 
-    # -- how it is started ------------------------------------------------------------------------------------------------
+    # -- how it is started ---------------------------------------------------------------------------------------------
 
     def _command(self) -> list[str]:
         options = self._options

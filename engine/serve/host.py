@@ -121,7 +121,7 @@ class Host:
             if lab is not None and self._labs:
                 self._labs.step(lab)
 
-    # -- threads ------------------------------------------------------------------------------------------------------------
+    # -- threads -------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _guarded(work: Callable[[], None]) -> None:
@@ -161,7 +161,7 @@ class Host:
             send_frame(self._connection, payload)
             self._outbox.done()
 
-    # -- commands -----------------------------------------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------------------------------
 
     def _do_commands(self, timeout: float | None) -> bool:
         """Do what waits in the inbox; wait up to ``timeout`` seconds for the first. Whether anything was done."""
@@ -239,7 +239,7 @@ class Host:
             return f"no model is loaded: {state.error}"
         return "no model is loaded yet: load one first"
 
-    # -- models -------------------------------------------------------------------------------------------------------------
+    # -- models --------------------------------------------------------------------------------------------------------
 
     def _load(self, command: LoadModel) -> None:
         """Close all labs, let the old model go, and load the new one on a thread of its own."""

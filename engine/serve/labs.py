@@ -130,7 +130,7 @@ class Lab:
         self.steps_asked = 0
         self._set_clock()
 
-    # -- what the engine tells ----------------------------------------------------------------------------------------------
+    # -- what the engine tells -----------------------------------------------------------------------------------------
 
     def opened(self, event: OpenedRequest) -> None:
         """A request entered."""
@@ -165,7 +165,7 @@ class Lab:
         self._opened, self._steps, self._tokens, self._closed = [], [], [], []
         self._post(update)
 
-    # -- running ------------------------------------------------------------------------------------------------------------
+    # -- running -------------------------------------------------------------------------------------------------------
 
     @property
     def slow(self) -> bool:
@@ -239,7 +239,7 @@ class Lab:
             kv_pool_bytes=self.model.pool_bytes(self.config),
         )
 
-    # -- requests -----------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def send(self, command: Send, received: float) -> list[str]:
         """Add the copies of a request; all or none. ``received``: ``time.perf_counter`` when the host read the command."""
@@ -309,7 +309,7 @@ class Lab:
         self.flush()
         return stopped
 
-    # -- ending and changing ------------------------------------------------------------------------------------------------
+    # -- ending and changing -------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """End all requests and report what that brought about."""
