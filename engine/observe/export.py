@@ -133,6 +133,7 @@ class StepLine(msgspec.Struct, frozen=True, tag_field="type", tag="step"):
 _ARRAYS = {t.__name__: t.__struct_fields__ for t in (Scheduled, Blocked, Preemption, Event, Keyframe)}
 _LINES = msgspec.json.Decoder(Header | RequestLine | StepLine)
 _HEADERS = msgspec.json.Decoder(Header)
+_ENCODER = msgspec.json.Encoder()
 
 
 def records_jsonl(
@@ -147,9 +148,8 @@ def records_jsonl(
 
 
 def _line(record: Header | RequestLine | StepLine) -> str:
-    """One line; numbers that are not finite become null, as msgspec writes them, so it is always valid JSON."""
     try:
-        return msgspec.json.encode(record).decode() + "\n"
+        return _ENCODER.encode(record).decode() + "\n"
     except UnicodeEncodeError:
         return _json(msgspec.to_builtins(record, str_keys=True)) + "\n"
 
@@ -218,7 +218,11 @@ def chrome_trace(
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    """JSON without NaN or infinity: msgspec writes them as null, and what it can't write is made plain first."""
+    try:
+        return _ENCODER.encode(value).decode()
+    except (UnicodeEncodeError, TypeError):
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
 
 
 def _finite(value: Any) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import msgspec
@@ -26,7 +27,7 @@ from engine.core.trace import RequestTrace, StepTrace
 from engine.observe.metrics import Objectives, outcome, ratio
 
 
-class StreamRecord(msgspec.Struct, frozen=True, kw_only=True):
+class StreamRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What a streaming client saw of one request."""
 
     request_id: str
@@ -44,12 +45,12 @@ class StreamRecord(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     """Seen only by the server."""
 
-    @property
+    @cached_property
     def content(self) -> tuple[tuple[float, int], ...]:
         """The messages that carry tokens."""
         return tuple(chunk for chunk in self.chunks if chunk[1] > 0)
 
-    @property
+    @cached_property
     def output_tokens(self) -> int:
         """Tokens of the answer."""
         return sum(tokens for _, tokens in self.chunks)
