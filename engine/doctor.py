@@ -79,6 +79,8 @@ class Facts:
     """CPU threads torch uses."""
     openmp: dict[str, str] = field(default_factory=dict)
     """Environment variables that decide how threads are used, where set."""
+    omp_wait: str = "unknown"
+    """How OpenMP's threads wait for work, in words."""
     embedded_file: str | None = None
     embedded_bytes: int | None = None
     converted_copy: str | None = None
@@ -238,7 +240,7 @@ def _threads(facts: Facts) -> list[Finding]:
                 "Give the lab two cores or more where you can.",
             )
         )
-    if facts.platform.startswith("Linux") and omp_wait(facts.openmp) == "libgomp's default":
+    if facts.platform.startswith("Linux") and facts.omp_wait == "libgomp's default":
         found.append(
             _note(
                 "OpenMP's threads wait as libgomp chooses: long spinning, which is slow whenever another program is busy.",
@@ -250,14 +252,6 @@ def _threads(facts: Facts) -> list[Finding]:
             _problem(f"The quick measurement failed: {facts.measurement.error}", "Please report it with this page.")
         )
     return found
-
-
-def omp_wait(environment: dict[str, str] | os._Environ[str]) -> str:
-    """How OpenMP's threads wait for work, in words, from the environment that libgomp read."""
-    if spin := environment.get("GOMP_SPINCOUNT"):
-        return f"spin {int(spin):,}" if spin.isdigit() else f"spin {spin}"
-    policy = environment.get("OMP_WAIT_POLICY", "").lower()
-    return policy or "libgomp's default"
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -305,6 +299,7 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
         gpus=gpus,
         torch_error=error,
         threads=threads,
+        omp_wait=_omp_wait() if not error else "unknown",
         openmp={name: os.environ[name] for name in OMP_VARIABLES if name in os.environ},
         embedded_file=str(files.embedded) if files.embedded else None,
         embedded_bytes=files.embedded.stat().st_size if files.embedded else None,
@@ -341,6 +336,12 @@ def _look_at_torch() -> tuple[str | None, tuple[Gpu, ...], int | None, str]:
             free, total = torch.cuda.mem_get_info(index)
             gpus.append(Gpu(properties.name, total, free, f"{properties.major}.{properties.minor}"))
     return torch.version.cuda, tuple(gpus), torch.get_num_threads(), ""
+
+
+def _omp_wait() -> str:
+    from engine.model.loader import omp_wait
+
+    return omp_wait()
 
 
 def _cpu_name() -> str:
@@ -499,9 +500,7 @@ def _hardware_rows(facts: Facts) -> list[tuple[str, str]]:
         rows.append((f"cuda:{index}", f"{gpu.name}, compute capability {gpu.capability}, {free} of {total} free"))
     if not facts.gpus:
         rows.append(("GPU", "none that torch can use"))
-    rows.append(
-        ("threads", f"{facts.threads if facts.threads is not None else 'unknown'}, waiting: {omp_wait(facts.openmp)}")
-    )
+    rows.append(("threads", f"{facts.threads if facts.threads is not None else 'unknown'}, waiting: {facts.omp_wait}"))
     if facts.memory_available is not None and facts.memory_total is not None:
         rows.append(("memory", f"{_size(facts.memory_available)} of {_size(facts.memory_total)} available"))
     return rows
