@@ -75,7 +75,7 @@ class HostTimeoutError(HostError, TimeoutError):
     """The host did not answer in time. The command may still be carried out."""
 
 
-class HostGone(RuntimeError):  # noqa: N818 - reads as what happened
+class HostGone(RuntimeError):
     """The host process is not there: not started, closed, or crashed (with its exit code and last words)."""
 
 
