@@ -424,6 +424,7 @@ class Engine:
         try:
             return self._runner.execute(batch), ""
         except Exception as error:
+            self._kv.return_scrub(batch.scrub)
             return StepResult([]), f"{type(error).__name__}: {error}"
 
     def _postprocess(self, plan: Plan, result: StepResult, failure: str, now: float, slow: bool) -> tuple[Scheduled, ...]:
@@ -466,14 +467,15 @@ class Engine:
     def _fail(self, plan: Plan, failed: frozenset[str] | set[str], failure: str) -> None:
         """End requests whose numbers are not finite (or all of the step): alone, with their blocks zeroed before reuse."""
         for work in plan.work:
-            if work.request is None or work.request.request_id not in failed:
+            if work.request is None:
                 continue
             error = failure or (
                 f"the model produced NaN or infinity for this request after {work.context + len(work.token_ids)} tokens: "
                 f"the weights or the prompt are at fault, other requests are not affected"
             )
             for request in work.samples or (work.request,):
-                if request.status is Status.RUNNING:
+                hit = work.request.request_id in failed or request.request_id in failed
+                if hit and request.status is Status.RUNNING:
                     self._close(request, "error", error, scrub=True)
 
     def _append(self, request: Request, token: int, logprobs: dict | None, now: float, slow: bool) -> None:

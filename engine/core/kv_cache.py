@@ -104,6 +104,10 @@ class KVCache(Protocol):
         """Blocks to zero before the next forward pass."""
         ...
 
+    def return_scrub(self, blocks: list[int]) -> None:
+        """The step that took ``blocks`` failed: they may still hold NaN."""
+        ...
+
     def check(self, requests: Sequence[Request]) -> None:
         """Verify every invariant; raises RuntimeError saying what is wrong."""
         ...
@@ -278,6 +282,10 @@ class PagedKVCache:
         scrub, self._scrub = self._scrub, []
         return scrub
 
+    def return_scrub(self, blocks: list[int]) -> None:
+        """Ask for them again in the next step."""
+        self._scrub = list(blocks)
+
     def check(self, requests: Sequence[Request]) -> None:
         """The pool against the tables of ``requests``, and each table against its request."""
         self.pool.check([request.block_table for request in requests])
@@ -400,6 +408,10 @@ class ContiguousKVCache:
         scrub, self._scrub = self._scrub, []
         return scrub
 
+    def return_scrub(self, blocks: list[int]) -> None:
+        """Ask for them again in the next step."""
+        self._scrub = list(blocks)
+
     def check(self, requests: Sequence[Request]) -> None:
         """The pool against the extents, and that each extent is one run."""
         self.pool.check([request.block_table for request in requests])
@@ -465,6 +477,9 @@ class NoKVCache:
     def take_scrub(self) -> list[int]:
         """No blocks."""
         return []
+
+    def return_scrub(self, blocks: list[int]) -> None:
+        """No blocks."""
 
     def check(self, requests: Sequence[Request]) -> None:
         """No request may hold a block."""
