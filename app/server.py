@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 
 import streamlit as st
 
-from app.live.routes import routes
+from app.live.routes import allow_streams, end_streams, routes
 from app.session import Hub, install
 
 MAIN = Path(__file__).parent / "main.py"
@@ -71,10 +72,32 @@ def build_app(hub: Hub, where: str) -> st.App:
     @contextlib.asynccontextmanager
     async def lifespan(app: st.App) -> AsyncIterator[None]:
         install(hub)
+        allow_streams()
+        _end_streams_on_signals()
         print(f"The lab is open: {where}\nThe model is loading beside it. Ctrl-C ends everything.", flush=True)
         yield
 
     return st.App(MAIN, lifespan=lifespan, routes=routes())
+
+
+def _end_streams_on_signals() -> None:
+    """Let the server's own handlers end it, but close the open event streams first: it would wait for them."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = signal.getsignal(number)
+
+        def handle(received: int, frame: Any, before: Any = before) -> None:
+            end_streams()
+            if callable(before):
+                before(received, frame)
+
+        signal.signal(number, handle)
+
+
+def _leave(received: int, frame: Any) -> None:
+    """SIGTERM ends the program as Ctrl-C does: with everything closed."""
+    raise SystemExit(0)
 
 
 def run(
@@ -99,12 +122,15 @@ def run(
     app = build_app(hub, address(host, port))
     starter = threading.Thread(target=client.start, name="engine-start", daemon=True)
     starter.start()
+    signal.signal(signal.SIGTERM, _leave)
     try:
         app.run(config={**SETTINGS, "server.address": host, "server.port": port})
+    except KeyboardInterrupt:
+        pass
     except SystemExit as stop:
         if stop.code not in (0, None):
             print(f"inference-lab: the server could not start on {host}:{port}", file=sys.stderr)
-        raise
+            raise
     finally:
         client.close()
         install(None)

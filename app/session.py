@@ -1,6 +1,6 @@
 """Who shares what: one engine for the whole server, one private lab for each browser session.
 
-A lab is named by an unguessable token that stands in the page's address, so that a reload finds it again and nobody else does.
+A lab is named by an unguessable token that stands in the page's address: a reload finds it again, and nobody else does.
 The server installs one ``Hub``; pages and routes reach everything through it.
 """
 
@@ -10,14 +10,14 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from app.live.ledger import LiveLedger
 from app.live.moment import Look, encode, scene, sections
 from engine.core.config import EngineConfig, build_config
 from engine.observe.log import TraceLog
-from engine.serve.protocol import HostState, LabInfo
+from engine.serve.client import EngineClient
+from engine.serve.protocol import LabInfo
 
 LAB_DEFAULTS: dict[str, Any] = {
     "max_model_len": 1024,
@@ -33,47 +33,6 @@ TOKEN = re.compile(r"[A-Za-z0-9_-]{16,64}")
 KEPT_LOOKS = 8
 
 
-class Client(Protocol):
-    """What the pages need of ``engine.serve.client.EngineClient``."""
-
-    @property
-    def state(self) -> HostState:
-        """The host process and its model."""
-        ...
-
-    def log(self, lab: str) -> TraceLog:
-        """The mirror of a lab."""
-        ...
-
-    def open_lab(self, lab: str, config: Mapping[str, Any] | None = None, *, paused: bool = False) -> LabInfo:
-        """Create a lab, or find the one of this name."""
-        ...
-
-    def close_lab(self, lab: str) -> None:
-        """End a lab."""
-        ...
-
-    def send(self, lab: str, prompt: str | list[int], **options: Any) -> list[str]:
-        """Add requests."""
-        ...
-
-    def abort(self, lab: str, request_id: str | None = None) -> int:
-        """Stop one request, or all."""
-        ...
-
-    def control(self, lab: str, action: str, *, steps: int = 1, rate: float | None = None) -> Any:
-        """Run, pause or step."""
-        ...
-
-    def reconfigure(self, lab: str, config: Mapping[str, Any]) -> LabInfo:
-        """Restart a lab's engine with other settings."""
-        ...
-
-    def restart(self) -> None:
-        """Start the host again."""
-        ...
-
-
 class LabUnknown(LookupError):
     """The token names no lab of this server."""
 
@@ -81,7 +40,7 @@ class LabUnknown(LookupError):
 class Lab:
     """One session's lab: its token, its settings and what its viewers share."""
 
-    def __init__(self, token: str, client: Client) -> None:
+    def __init__(self, token: str, client: EngineClient) -> None:
         self.token = token
         self.client = client
         self.config: EngineConfig = build_config(LAB_DEFAULTS)
@@ -142,7 +101,7 @@ class Lab:
 class Hub:
     """The one engine client of the server and the labs on it."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self.client = client
         self._labs: dict[str, Lab] = {}
         self._lock = threading.RLock()
@@ -174,7 +133,7 @@ class Hub:
         return lab
 
     def ensure_open(self, lab: Lab) -> bool:
-        """Open the lab on the host once the model is ready; True when it is open. Blocks for a moment: not for an event loop."""
+        """Open the lab on the host once the model is ready; True when it is open. Blocks: not for an event loop."""
         if self.client.state.state != "ready":
             return False
         with lab.lock:

@@ -6,8 +6,10 @@ prefix cache dotted (above the bar: they are not computed and don't count agains
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from app.figures.palette import Theme, mix
@@ -40,6 +42,14 @@ class Part:
     tokens: int
     request_id: str
     context: int = 0
+
+
+def heights(tokens: Sequence[int], *, root: bool) -> list[float]:
+    """Heights of stacked pieces. ``root``: on a square-root axis, the top of each piece stands at the root of the sum."""
+    if not root:
+        return list(tokens)
+    tops = [math.sqrt(total) for total in accumulate(tokens, initial=0)]
+    return [high - low for low, high in pairwise(tops)]
 
 
 def window(last: int, cursor: int | None = None, width: int = WINDOW, page: int = PAGE) -> tuple[int, int]:
@@ -83,24 +93,31 @@ def batch_figure(
     theme: Theme,
     cursor: int | None = None,
     selected: int | None = None,
+    *,
+    root: bool = False,
 ) -> Figure:
-    """Stacked bars of ``shown`` (the steps inside ``frame``), a trace for each level of the stack, and the budget line."""
+    """Stacked bars of ``shown`` (the steps inside ``frame``), a trace for each level of the stack, and the budget line.
+
+    ``root``: a square-root axis up to the budget, on which decodes stay visible beside a long prompt.
+    """
     bars = {step.index: parts(step, numbers) for step in shown if step.scheduled}
     deepest = max((len(bar) for bar in bars.values()), default=0)
     by_kind = deepest > MOST_LEVELS
-    data = _by_kind(bars, theme) if by_kind else _by_level(bars, deepest, theme, selected)
+    data = _by_kind(bars, theme, root) if by_kind else _by_level(bars, deepest, theme, selected, root)
     if not data:
         data = [{"type": "bar", "name": "empty", "x": [], "y": []}]
     peak = max((sum(part.tokens for part in bar) for bar in bars.values()), default=0)
-    top = scale(peak, budget)
+    top = max(peak, round(budget * 1.08)) if root else scale(peak, budget)
+    place = math.sqrt if root else float
     shapes: list[dict[str, Any]] = [] if cursor is None else [vertical_line(theme, cursor)]
     notes = []
     if budget <= top:
-        shapes.append(
-            {"type": "line", "xref": "paper", "yref": "y", "x0": 0, "x1": 1, "y0": budget, "y1": budget, "name": "budget",
-             "line": {"color": theme.alert, "width": 1.5, "dash": "6px,3px"}}
-        )  # fmt: skip
-        notes.append(note(theme, f"token budget {budget:,}", 1, budget, yref="y", yanchor="bottom", bgcolor="rgba(0,0,0,0)"))
+        line = {"color": theme.alert, "width": 1.5, "dash": "6px,3px"}
+        ends = {"x0": 0, "x1": 1, "y0": place(budget), "y1": place(budget)}
+        shapes.append({"type": "line", "name": "budget", "xref": "paper", "yref": "y", **ends, "line": line})
+        notes.append(
+            note(theme, f"token budget {budget:,}", 1, place(budget), yref="y", yanchor="bottom", bgcolor="rgba(0,0,0,0)")
+        )
     else:
         notes.append(note(theme, f"scale 0–{top:,} tokens; the budget, {budget:,}, lies above it"))
     if by_kind:
@@ -112,7 +129,7 @@ def batch_figure(
             barmode="stack",
             bargap=0.12,
             xaxis=axis(theme, range=[frame[0] - 0.5, frame[1] + 0.5], title="step", showgrid=False, dtick=5, tick0=0),
-            yaxis=axis(theme, range=[0, top], title="tokens", nticks=5),
+            yaxis=axis(theme, range=[0, place(top)], **_ticks(top, root)),
             shapes=shapes,
             annotations=notes,
         ),
@@ -128,16 +145,27 @@ def batch_alt(shown: Sequence[StepTrace], numbers: Mapping[str, int], budget: in
     return f"Batch composition: step {last.index} computes {last.num_tokens} of {budget} tokens: {pieces}."
 
 
-def _by_level(bars: Mapping[int, list[Part]], deepest: int, theme: Theme, selected: int | None) -> list[dict[str, Any]]:
+def _ticks(top: int, root: bool) -> dict[str, Any]:
+    if not root:
+        return {"title": "tokens", "nticks": 5}
+    values = [0, *(value for value in (1, 4, 16, 64, 256, 1024, 4096, 16384) if value <= top)]
+    return {"title": "tokens (√ scale)", "tickvals": [math.sqrt(v) for v in values], "ticktext": [f"{v:,}" for v in values]}
+
+
+def _by_level(
+    bars: Mapping[int, list[Part]], deepest: int, theme: Theme, selected: int | None, root: bool
+) -> list[dict[str, Any]]:
+    tall = {x: heights([part.tokens for part in bar], root=root) for x, bar in bars.items()}
     return [
-        _level({x: bar[level] for x, bar in bars.items() if level < len(bar)}, level, theme, selected)
+        _level({x: (bar[level], tall[x][level]) for x, bar in bars.items() if level < len(bar)}, level, theme, selected)
         for level in range(deepest)
     ]
 
 
-def _level(pieces: Mapping[int, Part], level: int, theme: Theme, selected: int | None) -> dict[str, Any]:
+def _level(placed: Mapping[int, tuple[Part, float]], level: int, theme: Theme, selected: int | None) -> dict[str, Any]:
     """One level of the stack: each bar with the colour of its request and the texture of its kind."""
-    fills, edges, fronts = [], [], []
+    pieces = {x: part for x, (part, _) in placed.items()}
+    fills, edges = [], []
     for part in pieces.values():
         hue = theme.muted if part.kind == "padding" else theme.hue(part.number)
         if selected is not None and part.number != selected:
@@ -145,24 +173,17 @@ def _level(pieces: Mapping[int, Part], level: int, theme: Theme, selected: int |
         light = mix(hue, theme.paper, 0.38)
         fills.append(hue if part.kind == "prefill" else light)
         edges.append(hue)
-        fronts.append(hue)
     return {
         "type": "bar",
         "name": f"level {level}",
         "x": list(pieces),
-        "y": [part.tokens for part in pieces.values()],
+        "y": [height for _, height in placed.values()],
         "marker": {
             "color": fills,
             "line": {"color": edges, "width": 1},
-            "pattern": {
-                "shape": [PATTERNS[part.kind] for part in pieces.values()],
-                "fgcolor": fronts,
-                "bgcolor": fills,
-                "size": 5,
-                "solidity": 0.35,
-            },
+            **_texture([PATTERNS[part.kind] for part in pieces.values()], edges, fills),
         },
-        "customdata": [[part.number, part.kind, part.request_id] for part in pieces.values()],
+        "customdata": [[part.number, part.kind, part.request_id, part.tokens] for part in pieces.values()],
         "hovertext": [
             f"step {x}: {letter(part.number)} {KIND_WORDS[part.kind]}<br>{part.tokens} tokens after {part.context} computed"
             for x, part in pieces.items()
@@ -171,32 +192,40 @@ def _level(pieces: Mapping[int, Part], level: int, theme: Theme, selected: int |
     }
 
 
-def _by_kind(bars: Mapping[int, list[Part]], theme: Theme) -> list[dict[str, Any]]:
+def _texture(shapes: list[str], fronts: list[str], backs: list[str]) -> dict[str, Any]:
+    """Patterns cost drawing time, so a trace without any gets none."""
+    if not any(shapes):
+        return {}
+    return {"pattern": {"shape": shapes, "fgcolor": fronts, "bgcolor": backs, "size": 5, "solidity": 0.35}}
+
+
+def _by_kind(bars: Mapping[int, list[Part]], theme: Theme, root: bool) -> list[dict[str, Any]]:
+    sums = {x: [sum(p.tokens for p in bar if p.kind == kind) for kind in KINDS] for x, bar in bars.items()}
+    tall = {x: heights(row, root=root) for x, row in sums.items()}
     data = []
-    for kind in KINDS:
-        sums = {x: sum(p.tokens for p in bar if p.kind == kind) for x, bar in bars.items()}
+    for place, kind in enumerate(KINDS):
         counts = {x: len({p.number for p in bar if p.kind == kind}) for x, bar in bars.items()}
-        xs = [x for x, tokens in sums.items() if tokens]
+        xs = [x for x, row in sums.items() if row[place]]
         if not xs:
             continue
         hue = theme.muted if kind == "padding" else theme.ink
         fill = mix(hue, theme.paper, 0.75 if kind == "prefill" else 0.22)
-        data.append(
-            {
-                "type": "bar",
-                "name": kind,
-                "x": xs,
-                "y": [sums[x] for x in xs],
-                "marker": {
-                    "color": fill,
-                    "line": {"color": hue, "width": 1},
-                    "pattern": {"shape": PATTERNS[kind], "fgcolor": hue, "bgcolor": fill, "size": 5, "solidity": 0.35},
-                },
-                "customdata": [[-1, kind, ""] for _ in xs],
-                "hovertext": [f"step {x}: {KIND_WORDS[kind]}<br>{sums[x]} tokens of {counts[x]} requests" for x in xs],
-                "hovertemplate": "%{hovertext}<extra></extra>",
-            }
-        )
+        words = KIND_WORDS[kind]
+        trace: dict[str, Any] = {
+            "type": "bar",
+            "name": kind,
+            "x": xs,
+            "y": [tall[x][place] for x in xs],
+            "marker": {
+                "color": fill,
+                "line": {"color": hue, "width": 1},
+                **_texture([PATTERNS[kind]] * len(xs), [hue] * len(xs), [fill] * len(xs)),
+            },
+            "customdata": [[-1, kind, "", sums[x][place]] for x in xs],
+            "hovertext": [f"step {x}: {words}<br>{sums[x][place]} tokens of {counts[x]} requests" for x in xs],
+            "hovertemplate": "%{hovertext}<extra></extra>",
+        }
+        data.append(trace)
     return data
 
 

@@ -1,6 +1,6 @@
 """Colours of both themes: who is who, and the paper they are drawn on.
 
-Eight hues, spread in OKLab so that they stay apart for normal sight and for protanopia, deuteranopia and tritanopia; each has
+Eight hues, spread in OKLab so that they stay apart for normal sight, protanopia, deuteranopia and tritanopia; each has
 a contrast of at least 4.5 with the paper, so that a letter in the paper's colour reads on a filled cell and a filled cell
 stands out from the paper. Requests beyond the eighth reuse the hues: the letter says which is which.
 """

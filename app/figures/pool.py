@@ -78,7 +78,7 @@ def pool_figure(view: PoolView, theme: Theme, selected: int | None = None) -> Fi
         "hoverongaps": False,
     }
     figure: Figure = {
-        "data": [grid, _labels(view, theme, wide)],
+        "data": [grid, _labels(view, theme, wide, selected)],
         "layout": layout(
             theme,
             margin={"l": 4, "r": 4, "t": 4, "b": 4},
@@ -111,7 +111,7 @@ def _colours(theme: Theme) -> list[str]:
     """Levels: free, cached, the hues, the hues stepped back behind a selection."""
     free = mix(theme.muted, theme.paper, 0.07)
     cached = mix(theme.muted, theme.paper, 0.25)
-    return [free, cached, *theme.hues, *(mix(hue, theme.paper, 0.35) for hue in theme.hues)]
+    return [free, cached, *theme.hues, *(mix(hue, theme.paper, 0.3) for hue in theme.hues)]
 
 
 def _level(view: PoolView, block: int, selected: int | None, hues: int) -> int | None:
@@ -145,7 +145,7 @@ def _cell(block: int, wide: int) -> tuple[int, int]:
     return (block - 1) % wide, (block - 1) // wide
 
 
-def _labels(view: PoolView, theme: Theme, wide: int) -> dict[str, Any]:
+def _labels(view: PoolView, theme: Theme, wide: int, selected: int | None) -> dict[str, Any]:
     """Letters as one text trace: in every cell of a small pool, at the start of each run in a large one."""
     everywhere = view.num_blocks <= LETTERS_UP_TO
     blocks: list[int] = []
@@ -157,7 +157,7 @@ def _labels(view: PoolView, theme: Theme, wide: int) -> dict[str, Any]:
     if view.num_blocks > 1024 or len(blocks) > max(MOST_LABELS, LETTERS_UP_TO if everywhere else 0):
         blocks = blocks[:: max(1, len(blocks) // MOST_LABELS + 1)] if view.num_blocks <= 1024 else []
     cells = [_cell(block, wide) for block in blocks]
-    halves = [max(use.tokens for use in view.uses[block]) * 2 > view.block_size for block in blocks]
+    dark = [_reads_on_hue(view, block, selected) for block in blocks]
     return {
         "type": "scatter",
         "name": "letters",
@@ -167,11 +167,18 @@ def _labels(view: PoolView, theme: Theme, wide: int) -> dict[str, Any]:
         "text": [_label(view.uses[block]) for block in blocks],
         "textfont": {
             "size": 11 if everywhere else 9,
-            "color": [theme.paper if half else theme.ink for half in halves],
+            "color": [theme.paper if on_hue else theme.ink for on_hue in dark],
         },
         "hoverinfo": "skip",
         "cliponaxis": True,
     }
+
+
+def _reads_on_hue(view: PoolView, block: int, selected: int | None) -> bool:
+    """Whether the letter stands on the owner's full colour: the middle of the cell is filled and not stepped back."""
+    uses = view.uses[block]
+    filled = max(use.tokens for use in uses) * 3 > view.block_size * 2
+    return filled and (selected is None or any(use.number == selected for use in uses))
 
 
 def _label(uses: Sequence[Use]) -> str:

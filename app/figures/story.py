@@ -11,7 +11,7 @@ KINDS = ("queue", "admit", "prefill", "preempt", "block", "evict", "finish")
 WORDS = {
     "queue": "Arrival: the request joins the end of the waiting queue.",
     "admit": "Admission: the request leaves the queue, takes a seat, and its first tokens enter the batch.",
-    "preempt": "Preemption: a request gives up its KV blocks so that another can go on. Its tokens are computed again later.",
+    "preempt": "Preemption: a request gives up its KV blocks so that another can go on. Its tokens are computed again.",
     "block": "Waiting: the head of the queue does not fit yet, and all others wait behind it.",
     "evict": "Eviction: the content of a cached block is given up because the block is needed for new tokens.",
     "finish": "Finish: the request leaves the engine and its blocks return to the pool.",

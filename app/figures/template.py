@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from app.figures.palette import Theme
@@ -64,7 +65,7 @@ def note(theme: Theme, text: str, x: float = 1.0, y: float = 1.0, **changes: Any
     return {**base, **changes}
 
 
-def boxes(cells: list[tuple[float, float]], inset: float = 0.08) -> str:
+def boxes(cells: Sequence[tuple[float, float]], inset: float = 0.08) -> str:
     """One SVG path of many unit squares around the cell centres: a single shape however many cells."""
     low, high = inset - 0.5, 0.5 - inset
     return "".join(f"M{x + low:g},{y + low:g}H{x + high:g}V{y + high:g}H{x + low:g}Z" for x, y in cells)

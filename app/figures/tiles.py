@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from engine.core.outputs import EngineStats
@@ -49,8 +50,9 @@ def gauges(
     begin = max(0.0, now - RATE_WINDOW)
     _, generated = tokens_in(requests, Window(begin, now))
     rate = ratio(generated, now - begin) if generated and not any(s.slow for s in steps[-3:]) else None
+    speed = DEFINITIONS["output_throughput"].text
     return [
-        _gauge("output", "Output", rate, "tokens/s", f"{DEFINITIONS['output_throughput'].text} Over the last {RATE_WINDOW:g} s."),
+        _gauge("output", "Output", rate, "tokens/s", f"{speed} Over the last {RATE_WINDOW:g} s."),
         _gauge("running", "Running", stats.running, "", "Requests in the running batch."),
         _gauge("waiting", "Waiting", stats.waiting, "", "Requests in the queue."),
         _gauge("kv", "KV use", 100 * stats.kv_usage, "%", "Share of the pool's blocks held by requests."),
@@ -79,7 +81,7 @@ def _sparks(requests: Sequence[RequestTrace]) -> dict[str, list[float]]:
     gaps: list[tuple[float, float]] = []
     for request in counted[-16:]:
         times = request.token_times[-SPARK - 1 :]
-        gaps += [(b, b - a) for a, b in zip(times, times[1:], strict=False)]
+        gaps += [(b, b - a) for a, b in pairwise(times)]
     found: dict[str, list[float]] = {"itl": [gap for _, gap in sorted(gaps)[-SPARK:]]}
     values = [latency_values(request) for request in counted[-SPARK:]]
     for name in ("ttft", "tpot", "e2e"):

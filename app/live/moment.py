@@ -1,7 +1,7 @@
 """One moment of one lab as a viewer sees it: sections of plain data, each encoded once and shared by all who look alike.
 
-Sections: ``head`` (model, state, mode), ``clock`` (steps and cursor), ``pool`` / ``batch`` / ``timeline`` (figures with their
-one-sentence description), ``requests``, ``tables``, ``tiles``, ``story``, ``focus`` (the selected request with its tokens).
+Sections: ``head`` (model, state, mode), ``clock`` (steps and cursor), ``pool``, ``batch``, ``timeline`` (figures, each with a
+sentence that describes it), ``requests``, ``tables``, ``tiles``, ``story``, ``focus`` (the selected request with its tokens).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Look:
     theme: str = "light"
     selected: str | None = None
     step: int | None = None
+    root: bool = False
+    """Whether the batch is drawn on a square-root scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,9 @@ def sections(view: Scene, log: TraceLog) -> dict[str, Any]:
             "complete": view.ledger.complete, "columns": columns(pool.num_blocks),
         },
         "batch": {
-            "figure": batch_figure(view.steps, numbers, budget, view.frame, view.theme, cursor, view.selected),
+            "figure": batch_figure(
+                view.steps, numbers, budget, view.frame, view.theme, cursor, view.selected, root=view.look.root
+            ),
             "alt": batch_alt(view.steps, numbers, budget),
         },
         "timeline": {

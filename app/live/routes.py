@@ -18,6 +18,7 @@ import gzip
 import hashlib
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,6 +33,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from app.figures.vllm import vllm_command
 from app.live.moment import Look, token_detail
 from app.samples import SAMPLE_PROMPTS
 from app.session import Hub, Lab, LabUnknown, hub
@@ -68,6 +70,8 @@ class Viewer:
 
 
 _viewers: dict[tuple[str, str], Viewer] = {}
+_closing = threading.Event()
+"""Set when the server is asked to end, so that open streams do not keep it."""
 
 
 # Reading ------------------------------------------------------------------------------------------------------------------
@@ -92,14 +96,14 @@ async def stream(request: Request) -> Response:
 async def _events(
     rooms: Hub, lab: Lab, viewer: Viewer, key: tuple[str, str], gone: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[bytes]:
-    """Whenever something changed, the sections that differ from what this viewer has; a comment as heartbeat when nothing did."""
+    """Whenever something changed, the sections that differ from what this viewer has; a heartbeat when nothing did."""
     sent: dict[str, bytes] = {}
     shown: Any = None
     quiet = 0.0
     loop = asyncio.get_running_loop()
     try:
         yield b"retry: 1000\n\n"
-        while not await gone():
+        while not _closing.is_set() and not await gone():
             begin = loop.time()
             lab.seen = begin
             now = (lab.version, viewer.look)
@@ -155,13 +159,21 @@ async def token(request: Request) -> Response:
     return JSONResponse(found, headers={"Cache-Control": "no-store"})
 
 
+async def vllm(request: Request) -> Response:
+    """The matching ``vllm serve`` line."""
+    lab = _lab(request.query_params.get("lab", ""))
+    model = lab.client.state.model
+    return JSONResponse({"command": vllm_command(lab.config, model.title if model else "MODEL")})
+
+
 def _look(query: Any) -> Look:
     step = query.get("step")
     try:
         chosen = None if step in (None, "", "live") else int(step)
     except ValueError:
         raise Refused(400, f"step={step!r} must be a whole number or 'live'") from None
-    return Look("dark" if query.get("theme") == "dark" else "light", query.get("selected") or None, chosen)
+    theme = "dark" if query.get("theme") == "dark" else "light"
+    return Look(theme, query.get("selected") or None, chosen, query.get("scale") == "root")
 
 
 def _object(parts: dict[str, bytes]) -> bytes:
@@ -181,9 +193,10 @@ async def view(lab: Lab, body: dict[str, Any]) -> Any:
         raise Refused(400, f"step={step!r} must be a whole number of at least 0, or null for live")
     selected = body.get("selected")
     viewer.look = Look(
-        "dark" if body.get("theme") == "dark" else "light",
-        selected if isinstance(selected, str) and selected else None,
-        step,
+        theme="dark" if body.get("theme") == "dark" else "light",
+        selected=selected if isinstance(selected, str) and selected else None,
+        step=step,
+        root=body.get("scale") == "root",
     )
     viewer.bell.set()
     return {}
@@ -408,15 +421,19 @@ def routes() -> list[Route]:
         Route("/lab/api/stream", _guard(stream)),
         Route("/lab/api/state", _guard(state)),
         Route("/lab/api/token", _guard(token)),
+        Route("/lab/api/vllm", _guard(vllm)),
         Route("/lab/api/{verb}", _guard(command), methods=["POST"]),
         Route("/lab/plotly/{tag}.js", _guard(plotly_js)),
         Route("/lab/assets/{tag}/{name}", _guard(asset)),
     ]
 
 
-def forget_viewers() -> None:
-    """Drop all viewers: for tests."""
+def end_streams() -> None:
+    """The server ends: close every open stream."""
+    _closing.set()
+
+
+def allow_streams() -> None:
+    """The server starts."""
+    _closing.clear()
     _viewers.clear()
-
-
-__all__ = ["COMMANDS", "MAX_BODY", "MAX_PROMPT", "Refused", "build_tag", "forget_viewers", "routes"]

@@ -28,7 +28,7 @@ class View {
     this.lab = data.lab;
     this.viewer = Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => (b % 36).toString(36)).join("");
     this.sections = {};
-    this.look = { theme: themeOf(root), selected: null, step: null };
+    this.look = { theme: themeOf(root), selected: null, step: null, scale: "linear" };
     this.dirty = new Set();
     this.failures = 0;
     this.build();
@@ -78,6 +78,7 @@ class View {
     const query = new URLSearchParams({ lab: this.lab, viewer: this.viewer, theme: this.look.theme });
     if (this.look.selected) query.set("selected", this.look.selected);
     if (this.look.step !== null) query.set("step", this.look.step);
+    query.set("scale", this.look.scale);
     return query;
   }
 
@@ -328,6 +329,10 @@ class View {
       "span", { class: "lab-legend", "aria-hidden": "true" },
       LEGEND.map(([kind, word]) => h("span", {}, h("i", { class: "lab-swatch lab-" + kind + "-swatch" }), word)),
     );
+    const scale = h(
+      "select", { title: "√ keeps decodes visible beside a long prompt", "aria-label": "Scale of the batch", onchange: () => this.setLook({ scale: scale.value }) },
+      h("option", { value: "linear" }, "linear"), h("option", { value: "root" }, "√ scale"),
+    );
     this.troubleLine = h("p", { class: "lab-trouble", role: "alert", hidden: true });
     this.header = h("header", { class: "lab-head" });
     this.bar = transport(this);
@@ -344,7 +349,7 @@ class View {
       h(
         "main", { class: "lab-centre" },
         this.buildHero(),
-        frame("batch", "Batch composition", "Tokens that each request contributed to each step.", legend),
+        frame("batch", "Batch composition", "Tokens that each request contributed to each step.", [legend, scale]),
         frame("timeline", "Request timelines", "The life of each request, on the same steps as the batch above."),
         frame("pool", "KV block pool", "Every physical block of KV memory; colour is the owner."),
         h("section", { class: "lab-frame lab-latency", "aria-label": "Latency and load" }, this.tiles),
