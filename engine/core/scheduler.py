@@ -356,7 +356,7 @@ class StaticScheduler(Scheduler):
         width = max((row.num_tokens for row in self._rows), default=0) if fresh else 1
         for request in self._rows:
             if request.status is not Status.RUNNING:
-                self._pad(plan, request, 1, self._length)
+                self._pad(plan, request, 1, min(self._length, self.config.max_model_len - 1))
                 continue
             num_tokens = len(request.token_ids) - request.num_computed_tokens
             copies = self.kv.grow(request, num_tokens)
