@@ -169,7 +169,7 @@ def _level(placed: Mapping[int, tuple[Part, float]], level: int, theme: Theme, s
     for part in pieces.values():
         hue = theme.muted if part.kind == "padding" else theme.hue(part.number)
         if selected is not None and part.number != selected:
-            hue = mix(hue, theme.paper, 0.4)
+            hue = mix(hue, theme.paper, 0.5)
         light = mix(hue, theme.paper, 0.38)
         fills.append(hue if part.kind == "prefill" else light)
         edges.append(hue)

@@ -78,7 +78,7 @@ def pool_figure(view: PoolView, theme: Theme, selected: int | None = None) -> Fi
         "hoverongaps": False,
     }
     figure: Figure = {
-        "data": [grid, _labels(view, theme, wide, selected)],
+        "data": [grid, _unfilled(view, theme, wide), _labels(view, theme, wide, selected)],
         "layout": layout(
             theme,
             margin={"l": 4, "r": 4, "t": 4, "b": 4},
@@ -186,31 +186,40 @@ def _label(uses: Sequence[Use]) -> str:
 
 
 def _edges(view: PoolView, theme: Theme, wide: int) -> list[dict[str, Any]]:
-    """At most five shapes, each one path around all the cells it marks."""
+    """At most four shapes, each one path around all the cells it marks."""
     shared = [_cell(block, wide) for block, uses in sorted(view.uses.items()) if len(uses) > 1]
     cached = [_cell(block, wide) for block in sorted(view.cached) if not view.uses.get(block)]
-    groups: list[tuple[str, str, dict[str, Any], str | None]] = [
-        ("unfilled", _unfilled(view, wide), {"width": 0}, mix(theme.muted, theme.paper, 0.1)),
-        ("cached", boxes(cached, 0.12), {"color": theme.muted, "width": 1, "dash": "2px,2px"}, None),
-        ("shared", boxes(shared, 0.03) + boxes(shared, 0.16), {"color": theme.ink, "width": 1}, None),
-        ("allocated", boxes([_cell(b, wide) for b in sorted(view.allocated)], 0.03), {"color": theme.ink, "width": 2}, None),
+    groups: list[tuple[str, str, dict[str, Any]]] = [
+        ("cached", boxes(cached, 0.12), {"color": theme.muted, "width": 1, "dash": "2px,2px"}),
+        ("shared", boxes(shared, 0.03) + boxes(shared, 0.16), {"color": theme.ink, "width": 1}),
+        ("allocated", boxes([_cell(b, wide) for b in sorted(view.allocated)], 0.03), {"color": theme.ink, "width": 2}),
         ("evicted", boxes([_cell(b, wide) for b in sorted(view.evicted)], 0.03),
-         {"color": theme.alert, "width": 2, "dash": "3px,2px"}, None),
+         {"color": theme.alert, "width": 2, "dash": "3px,2px"}),
     ]  # fmt: skip
     return [
-        {"type": "path", "name": name, "path": path, "line": line, "layer": "above", **({"fillcolor": fill} if fill else {})}
-        for name, path, line, fill in groups
-        if path
+        {"type": "path", "name": name, "path": path, "line": line, "layer": "above"} for name, path, line in groups if path
     ]
 
 
-def _unfilled(view: PoolView, wide: int) -> str:
-    """The part of each owned block that holds no tokens yet, from the right."""
-    path = []
+def _unfilled(view: PoolView, theme: Theme, wide: int) -> dict[str, Any]:
+    """The part of each owned block that holds no tokens yet, from the right: one trace of many rectangles."""
+    xs: list[float | None] = []
+    ys: list[float | None] = []
     for block, uses in sorted(view.uses.items()):
         filled = max(use.tokens for use in uses) / view.block_size
         if filled < 1:
             x, y = _cell(block, wide)
-            left = x - 0.46 + 0.92 * max(0.0, filled)
-            path.append(f"M{left:.3g},{y - 0.42:g}H{x + 0.46:g}V{y + 0.42:g}H{left:.3g}Z")
-    return "".join(path)
+            left, right = round(x - 0.46 + 0.92 * filled, 3), x + 0.46
+            xs += [left, right, right, left, left, None]
+            ys += [y - 0.42, y - 0.42, y + 0.42, y + 0.42, y - 0.42, None]
+    return {
+        "type": "scatter",
+        "name": "unfilled",
+        "mode": "lines",
+        "x": xs,
+        "y": ys,
+        "fill": "toself",
+        "fillcolor": mix(theme.muted, theme.paper, 0.1),
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+    }

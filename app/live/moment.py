@@ -1,7 +1,7 @@
-"""One moment of one lab as a viewer sees it: sections of plain data, each encoded once and shared by all who look alike.
+"""One moment of one lab as a viewer sees it: sections of plain data, encoded once and shared by all who look alike.
 
-Sections: ``head`` (model, state, mode), ``clock`` (steps and cursor), ``pool``, ``batch``, ``timeline`` (figures, each with a
-sentence that describes it), ``requests``, ``tables``, ``tiles``, ``story``, ``focus`` (the selected request with its tokens).
+Sections: ``head`` (model, state, mode), ``clock`` (steps and cursor), ``pool``, ``batch``, ``timeline`` (figures, with one
+sentence that describes each), ``requests``, ``tables``, ``tiles``, ``story``, ``focus`` (the selected request's tokens).
 """
 
 from __future__ import annotations

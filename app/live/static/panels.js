@@ -62,7 +62,7 @@ function newRow(view, request) {
   const badge = h("span", { class: "lab-badge", style: { background: hue(request.number) } }, request.letter);
   const mark = h("span", { class: "lab-mark", "aria-hidden": "true" });
   const detail = h("span", { class: "lab-detail" });
-  const prompt = h("span", { class: "lab-prompt" }, request.prompt);
+  const prompt = h("span", { class: "lab-prompt", title: request.prompt }, request.prompt);
   const text = h("span", { class: "lab-out" });
   const stop = h("button", {
     type: "button", class: "lab-stop", title: `Stop ${request.letter}`, "aria-label": `Stop request ${request.letter}`,
