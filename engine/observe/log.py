@@ -108,6 +108,23 @@ class Update(Protocol):
         ...
 
 
+class Archive(Protocol):
+    """Where a log's older steps can still be found (``engine.observe.archive``)."""
+
+    def apply(self, update: Any) -> None:
+        """Record news of the lab."""
+        ...
+
+    def steps(self, first: int, last: int) -> list[StepTrace]:
+        """Recorded steps with ``first <= index <= last``, oldest first."""
+        ...
+
+    @property
+    def first_index(self) -> int | None:
+        """Index of the oldest recorded step, or None."""
+        ...
+
+
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """One request (one sample) as it stood at one moment; nothing in it changes any more."""
 
@@ -205,6 +222,7 @@ class TraceLog:
 
     Args:
         max_steps, max_units, max_finished, max_tokens, max_times: bounds, see the constants of this module.
+        archive: records everything and gives older steps back; None: what is let go is gone.
     """
 
     def __init__(
@@ -215,7 +233,9 @@ class TraceLog:
         max_finished: int = MAX_FINISHED,
         max_tokens: int = MAX_TOKENS,
         max_times: int = MAX_TIMES,
+        archive: Archive | None = None,
     ) -> None:
+        self.archive = archive
         self.max_steps, self.max_units = max_steps, max_units
         self.max_finished, self.max_tokens, self.max_times = max_finished, max_tokens, max_times
         self._lock = threading.RLock()
@@ -258,6 +278,8 @@ class TraceLog:
                 self._empty(update.generation)
             if update.info is not None:
                 self._info = update.info
+            if self.archive is not None:
+                self.archive.apply(update)
             for opened in update.opened:
                 self._open(opened)
             for step in update.steps:
@@ -468,9 +490,16 @@ class TraceLog:
 
     @property
     def first_index(self) -> int:
-        """Index of the oldest step still kept; equals ``next_index`` when there is none."""
+        """Index of the oldest step that can be shown; equals ``next_index`` when there is none."""
         with self._lock:
-            return self._steps[self._gone].index if len(self._steps) > self._gone else 0
+            kept = self._first_kept()
+            if self.archive is not None and self._steps_let_go:
+                recorded = self.archive.first_index
+                return kept if recorded is None else min(kept, recorded)
+            return kept
+
+    def _first_kept(self) -> int:
+        return self._steps[self._gone].index if len(self._steps) > self._gone else 0
 
     @property
     def next_index(self) -> int:
@@ -496,16 +525,22 @@ class TraceLog:
     def step(self, index: int) -> StepTrace | None:
         """The step of this index, or None when it is not kept (too old, left out, or yet to come)."""
         with self._lock:
-            place = self._place(index)
-            if place < len(self._steps) and self._steps[place].index == index:
-                return self._steps[place]
-            return None
+            found = self.steps(index, index)
+            return found[0] if found else None
 
-    def steps(self, first: int = 0, last: int | None = None) -> list[StepTrace]:
-        """The kept steps with ``first <= index <= last``, oldest first; ``last`` None: up to the newest."""
+    def steps(self, first: int | None = None, last: int | None = None) -> list[StepTrace]:
+        """The steps with ``first <= index <= last`` that can be shown, oldest first; ``last`` None: up to the newest.
+
+        What is no longer in memory comes from the archive; ``first`` None: only what is in memory.
+        """
         with self._lock:
+            first = self._first_kept() if first is None else first
             end = len(self._steps) if last is None else self._place(last + 1)
-            return self._steps[self._place(first) : end]
+            kept = self._steps[self._place(first) : end]
+            before = self._first_kept() - 1 if last is None else min(last, self._first_kept() - 1)
+            if self.archive is not None and self._steps_let_go and first <= before:
+                return [*self.archive.steps(first, before), *kept]
+            return kept
 
     def _place(self, index: int) -> int:
         return bisect_left(self._steps, index, lo=self._gone, key=lambda step: step.index)

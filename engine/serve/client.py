@@ -35,6 +35,7 @@ from typing import Any
 
 import msgspec
 
+from engine.observe.archive import Archive, model_facts, remove_stale
 from engine.observe.log import TraceLog
 from engine.serve.logfile import new_log, tail
 from engine.serve.protocol import (
@@ -88,6 +89,8 @@ class EngineClient:
         env: environment variables for the host, on top of this process's own.
         host_command: how to start Python; default this interpreter.
         options: quotas of the host; ``threads`` above wins over its own.
+        recordings: folder in which each lab is recorded while it lives, so that steps older than the ring can be shown and
+            a run can be saved; None: nothing is recorded.
         loopback: talk over a loopback connection instead of an inherited socket (the default on Windows only).
 
     Attributes:
@@ -105,8 +108,12 @@ class EngineClient:
         env: dict[str, str] | None = None,
         host_command: Sequence[str] | None = None,
         options: HostOptions | None = None,
+        recordings: Path | None = None,
         loopback: bool = sys.platform == "win32",
     ) -> None:
+        self._recordings = recordings
+        if recordings is not None:
+            remove_stale(recordings)
         self.model, self.device, self.dtype = model, device, dtype
         self.threads = threads
         self.state = HostState(state="stopped", stage="not started")
@@ -153,6 +160,7 @@ class EngineClient:
             if link is not None:
                 link.close()
                 self._end_logs("the engine was stopped")
+                self._end_recordings()
             self._set_state(HostState(state="stopped", stage="stopped"))
 
     def restart(self) -> None:
@@ -281,12 +289,17 @@ class EngineClient:
     def log(self, lab: str) -> TraceLog:
         """The mirror of a lab; empty before it is opened. The same object until ``forget``, over all restarts."""
         with self._lock:
-            return self._logs.setdefault(lab, TraceLog())
+            if lab not in self._logs:
+                archive = Archive(self._recordings, lambda: model_facts(self.state.model)) if self._recordings else None
+                self._logs[lab] = TraceLog(archive=archive)
+            return self._logs[lab]
 
     def forget(self, lab: str) -> None:
         """Drop the mirror and the subscribers of a lab that nobody looks at any more."""
         with self._lock:
-            self._logs.pop(lab, None)
+            log = self._logs.pop(lab, None)
+            if log is not None and isinstance(log.archive, Archive):
+                log.archive.close()
             self._subscribers.pop(lab, None)
 
     def subscribe(self, lab: str, callback: Callable[[int], None]) -> Callable[[], None]:
@@ -330,6 +343,13 @@ class EngineClient:
             logs = list(self._logs.items())
         for lab, log in logs:
             self._tell(lab, log.end_all(reason))
+
+    def _end_recordings(self) -> None:
+        with self._lock:
+            logs = list(self._logs.values())
+        for log in logs:
+            if isinstance(log.archive, Archive):
+                log.archive.close()
 
     def _set_state(self, state: HostState) -> None:
         with self._state_changed:
