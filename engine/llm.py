@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from engine.core.block_pool import BlockHash
 from engine.core.clock import Clock, MonotonicClock
@@ -45,7 +45,7 @@ def resolve_config(loaded: LoadedModel, fields: Mapping[str, Any]) -> EngineConf
     config = build_config(fields)
     if config.max_model_len > limit:
         raise ValueError(
-            f"max_model_len={config.max_model_len} is more than the {limit} positions that {loaded.info.title} computes exactly: "
+            f"max_model_len={config.max_model_len} is more than the {limit} positions of {loaded.info.title}: "
             f"set max_model_len to at most {limit}, or choose a model with a longer context"
         )
     return config
@@ -134,9 +134,7 @@ class LLM:
         Raises:
             ValueError: a prompt was refused; nothing of the batch stays in the engine.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        return self._run([(self._tokenise(prompt), prompt) for prompt in prompts], sampling_params)  # type: ignore[arg-type]
+        return self._run([(self._tokenise(prompt), prompt) for prompt in _listed(prompts)], sampling_params)
 
     def chat(
         self,
@@ -299,6 +297,15 @@ class _Closings:
     def stepped(self, step: StepTrace) -> None:
         if self._listener:
             self._listener.stepped(step)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast("list[int]", list(prompts))]
+    return list(cast("Sequence[Prompt]", prompts))
 
 
 def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

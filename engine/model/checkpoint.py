@@ -1,7 +1,7 @@
 """Finding a model: the embedded one, the tiny one, a local folder or GGUF file, or a name on the hub.
 
-Everything ends as a ``Checkpoint``: parsed configuration files and named tensors, memory-mapped where they lie on disk. A GGUF file
-is converted once into a safetensors folder in the user's cache; later starts only map that.
+Everything ends as a ``Checkpoint``: parsed configuration files and named tensors, memory-mapped where they lie on disk. A
+GGUF file is converted once into a safetensors folder in the user's cache; later starts only map that.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def find_checkpoint(name: str | os.PathLike[str], progress: Progress = silent) -
 
     Args:
         name: "smollm2", "tiny", a folder, a .gguf file, or a name on the hub such as "Qwen/Qwen3-0.6B".
+        progress: told what is being done.
 
     Raises:
         ModelError: nothing is there, or it is not a checkpoint that can be read; the message says what to do.
@@ -123,7 +124,7 @@ def map_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
         )
         raise ModelError(
             f"model={name!r}: {folder} has no model.safetensors (weights found: {', '.join(found) or 'none'}); "
-            "only safetensors are read: convert the checkpoint with transformers' save_pretrained, or give a .gguf file by its path"
+            "only safetensors are read: convert it with transformers' save_pretrained, or give the path of a .gguf file"
         )
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
@@ -166,8 +167,8 @@ def cache_folder() -> Path:
 def converted(gguf: Path, progress: Progress = silent) -> Path:
     """The converted copy of a GGUF file, made now if there is none yet.
 
-    The copy appears in one rename, so an interrupted conversion leaves nothing that looks finished, and two processes converting at
-    once do no harm.
+    The copy appears in one rename, so an interrupted conversion leaves nothing that looks finished, and two processes
+    converting at once do no harm.
 
     Raises:
         ModelError: the file can't be converted or the copy can't be written.
@@ -240,7 +241,7 @@ def download(name: str, progress: Progress = silent) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ModelError(
-            f"model={name!r}: there is no such folder here, and the hub could not give it ({type(error).__name__}: {reason}); "
+            f"model={name!r}: no such folder here, and the hub could not give it ({type(error).__name__}: {reason}); "
             "check the name and the network, or give the path of a folder you have"
         ) from None
 

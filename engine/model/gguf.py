@@ -1,8 +1,8 @@
 """Converting a GGUF file into a safetensors folder, with transformers doing the unpacking.
 
-The tokenizer that transformers builds from such a file forgets how the text is split before the merges (the file only names the
-rule, in ``tokenizer.ggml.pre``). Without SmolLM2's rule "12" may become one token where the model was trained on "1", "2". So the
-pre-tokenizer is put back by that name.
+The tokenizer that transformers builds from such a file forgets how the text is split before the merges (the file only
+names the rule, in ``tokenizer.ggml.pre``). Without SmolLM2's rule "12" may become one token where the model was trained
+on "1", "2". So the pre-tokenizer is put back by that name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 
 
 def convert(gguf: Path, folder: Path, progress: Progress) -> None:
-    """Write ``gguf`` as a Hugging Face checkpoint into the empty ``folder``: float32 weights, configuration, repaired tokenizer.
+    """Write ``gguf`` as a checkpoint into the empty ``folder``: float32 weights, configuration, repaired tokenizer.
 
     Raises:
         ModelError: the file is damaged, or its tokenizer splits text by a rule that is not known.

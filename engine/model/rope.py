@@ -10,10 +10,10 @@ from engine.model.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Radians a position turns each of the ``head_dim / 2`` pairs by: theta^(−2i/d), scaled as the checkpoint says (float32).
+    """Radians by which one position turns each of the ``head_dim / 2`` pairs: theta^(−2i/d), scaled; float32.
 
-    "linear" divides all by ``factor``. "llama3" (Llama 3.1) divides those that turn less than ``low_freq_factor`` times within
-    the original context, keeps those that turn more than ``high_freq_factor`` times, and interpolates in between.
+    "linear" divides all by ``factor``. "llama3" (Llama 3.1) divides those that turn less than ``low_freq_factor`` times
+    within the original context, keeps those that turn more than ``high_freq_factor`` times, and interpolates in between.
     """
     inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.kind == "linear":
@@ -26,7 +26,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin of positions 0 … ``positions`` − 1, each [positions, head_dim].
+    """Cosines and signed sines of positions 0 … ``positions`` − 1, each [positions, head_dim].
 
     Element i pairs with element i + d/2. The sine's first half is negated, so that a rotation is
     ``x * cos + swap_halves(x) * sin``.

@@ -53,7 +53,7 @@ class ModelRunner:
         spec = model.spec
         if config.max_model_len > spec.context_limit:
             raise ModelError(
-                f"max_model_len={config.max_model_len} is more than the {spec.context_limit} positions this model computes exactly; "
+                f"max_model_len={config.max_model_len} is more than the {spec.context_limit} positions of this model: "
                 f"set max_model_len to at most {spec.context_limit}"
             )
         self.model = model
@@ -152,11 +152,11 @@ class ModelRunner:
 def count_work(model: Transformer, batch: StepBatch, with_cache: bool) -> tuple[float, float]:
     """Operations of a step's forward pass, and bytes it must at least move, counted from shapes.
 
-    Operations: 2 a matrix element and token for the layers; 2 · hidden · vocabulary a row of logits; attention 4 · H · D · layers
-    for each pair of a token and a position it attends to (query·key and probability·value).
+    Operations: 2 a matrix element and token for the layers; 2 · hidden · vocabulary a row of logits; attention 4 · H · D
+    · layers for each pair of a token and a position it attends to (query·key and probability·value).
 
-    Bytes: each weight once a step (the embedding as far as tokens look it up, the head where something samples); K and V of every
-    attended position read once a sequence, and of every new token written once.
+    Bytes: each weight once a step (the embedding as far as tokens look it up, the head where something samples); K and V
+    of every attended position read once a sequence, and of every new token written once.
     """
     spec, weights = model.spec, model.weights
     element = weights.embedding.element_size()
@@ -187,7 +187,7 @@ def check_pool_memory(model: Transformer, num_kv_blocks: int, block_size: int) -
         return
     fitting = max(0, free // block_bytes - 1)
     raise ModelError(
-        f"num_kv_blocks={num_kv_blocks} with block_size={block_size} needs {needed:,} bytes ({needed / 2**30:.2f} GiB) of KV pool, "
+        f"num_kv_blocks={num_kv_blocks} with block_size={block_size} needs {needed:,} bytes ({needed / 2**30:.2f} GiB), "
         f"but {free:,} bytes ({free / 2**30:.2f} GiB) are free on {model.device}: lower num_kv_blocks to at most {fitting}, "
         "or lower block_size"
     )

@@ -5,12 +5,13 @@ The order of operations is vLLM's::
     logits ─ min_tokens ─ penalties ─┬─ greedy: the largest
                                      └─ ÷ temperature ─ min_p ─ top_k ─ top_p ─ draw
 
-min_p, top_k and top_p each keep a number of most likely tokens, so together they come down to one number a row: keep the k most
-likely (of equal ones the smaller id). It is found without sorting the vocabulary unless a row needs it.
+min_p, top_k and top_p each keep a number of most likely tokens, so together they come down to one number a row: keep the
+k most likely (of equal ones the smaller id). It is found without sorting the vocabulary unless a row needs it.
 
-Drawing inverts the cumulative distribution at one uniform number, which is a hash of (request's seed, index of the sample, number of
-tokens generated). So a request's randomness depends on nothing else: not on what shares the batch, not on preemption, not on where
-in the batch it sits. The engine has mixed the prompt into ``request.seed``, so one seed gives different prompts unrelated numbers.
+Drawing inverts the cumulative distribution at one uniform number, which is a hash of (request's seed, index of the
+sample, number of tokens generated). So a request's randomness depends on nothing else: not on what shares the batch, not
+on preemption, not on where in the batch it sits. The engine has mixed the prompt into ``request.seed``, so one seed gives
+different prompts unrelated numbers.
 
 Rows that are plainly greedy pay for nothing but the maximum; every other feature is paid for by the rows that use it.
 """
@@ -158,6 +159,7 @@ def truncate(weights: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor
 
     Args:
         weights: [rows, vocabulary], probabilities up to a factor; the largest of a row is 1.
+        requests: one a row, for their parameters.
     """
     keep = _kept(weights, requests)
     threshold = weights.topk(int(keep.max()), dim=-1).values.gather(1, keep.unsqueeze(1) - 1)
@@ -198,7 +200,7 @@ def _nucleus(weights: torch.Tensor, keep: torch.Tensor, requests: Sequence[Reque
 
 
 def draw(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Invert each row's cumulative distribution at its point in [0, 1): the first token whose cumulative share exceeds it."""
+    """Invert each row's cumulative distribution at a point in [0, 1): the first token whose share exceeds it."""
     cumulative = weights.double().cumsum(-1)
     total = cumulative[:, -1:]
     target = torch.minimum(points.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))

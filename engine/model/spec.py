@@ -22,8 +22,9 @@ ROPE_KINDS = ("default", "linear", "llama3")
 class RopeSpec:
     """How positions turn into angles.
 
-    ``kind`` is "default", "linear" (positions divided by ``factor``) or "llama3" (long wavelengths divided by ``factor``, short
-    ones kept, with a ramp between ``low_freq_factor`` and ``high_freq_factor`` turns over ``original_max_position`` tokens).
+    ``kind`` is "default", "linear" (positions divided by ``factor``) or "llama3" (long wavelengths divided by ``factor``,
+    short ones kept, with a ramp between ``low_freq_factor`` and ``high_freq_factor`` turns over ``original_max_position``
+    tokens).
     """
 
     theta: float

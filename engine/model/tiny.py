@@ -1,4 +1,4 @@
-"""The tiny model: random weights made on the spot, a few milliseconds a step. Its text is noise; its steps and blocks are real."""
+"""The tiny model: random weights made on the spot. Its text is noise; its steps and blocks are real."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ CONFIG: dict[str, Any] = {
 }
 # The most frequent pairs of English letters: merges that make the noise look like words and prompts a little shorter.
 _PAIRS = (
-    "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic ne ea "
-    "ra ce li ch ll be ma si om ur"
+    "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic ne "
+    "ea ra ce li ch ll be ma si om ur"
 )
 
 
 def tiny_tokenizer() -> RawTokenizer:
-    """A byte-level tokenizer: ids 0 to 255 are bytes (any text encodes), then the special tokens, then frequent letter pairs."""
+    """A byte-level tokenizer: 256 bytes (any text encodes), then the special tokens, then frequent letter pairs."""
     pairs = [(pair[0], pair[1]) for pair in _PAIRS.split()]
     vocab = {char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}
     vocab |= {text: len(vocab) + i for i, text in enumerate(SPECIALS)}

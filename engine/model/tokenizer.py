@@ -47,7 +47,7 @@ class Tokenizer:
         """Whether ``apply_chat_template`` can be used."""
         return bool(self.chat_template)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Ids that have a text, added tokens included."""
         return int(self.raw.get_vocab_size(with_added_tokens=True))
@@ -60,14 +60,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the leading BOS where the model wants one. A lone surrogate becomes '?'."""
         clean = text.encode("utf-8", "replace").decode("utf-8")
-        ids = list(self.raw.encode(clean, add_special_tokens=add_special_tokens).ids)
-        if add_special_tokens and self._add_bos is not None:
-            starts = bool(ids) and ids[0] == self._bos_id
-            if self._add_bos and not starts:
-                return [self._bos_id, *ids]
-            if not self._add_bos and starts and not self.raw.encode(clean, add_special_tokens=False).ids[:1] == ids[:1]:
-                return ids[1:]
-        return ids
+        if not add_special_tokens or self._add_bos is None or self._bos_id is None:
+            return list(self.raw.encode(clean, add_special_tokens=add_special_tokens).ids)
+        ids = list(self.raw.encode(clean, add_special_tokens=self._add_bos).ids)
+        return [self._bos_id, *ids] if self._add_bos and ids[:1] != [self._bos_id] else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids`` as a whole."""

@@ -5,13 +5,15 @@ A step mixes prefills and decodes freely. Their tokens lie one after another in 
     token_ids    [ a0 a1 a2 a3 | b7 | c2 c3 ]      T = 7: a prefill of 4, a decode, a chunk of a prefill
     positions    [  0  1  2  3 |  7 |  2  3 ]
 
-Everything but attention treats tokens one by one and so never sees where a sequence begins. Attention (``engine.model.attention``)
-knows the sequences and where their K and V are stored.
+Everything but attention treats tokens one by one and so never sees where a sequence begins. Attention
+(``engine.model.attention``) knows the sequences and where their K and V are stored.
 
 One layer, as in Llama and its relatives::
 
-    x ── norm ── q,k,v ── (bias, q/k norm) ── rotate q,k ── store k,v; attend ── out ──(+)── norm ── gate,up ── silu·mul ── down ──(+)──▶
-    └───────────────────────────────────────────────────────────────────────────────┘  └───────────────────────────────────────────┘
+    x ─┬─ norm ── q, k, v ── (bias, q/k norm) ── rotate q, k ── store k, v; attend ── out ─(+)─▶ x
+       └──────────────────────────────────────────────────────────────────────────────────┘
+    x ─┬─ norm ── gate, up ── silu(gate) · up ── down ─(+)─▶ x
+       └────────────────────────────────────────────────┘
 
 Shapes below: T tokens, H query heads, Hkv key and value heads, D elements a head.
 """
@@ -124,7 +126,7 @@ class Transformer:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32 as the checkpoints were trained."""
+    """Root-mean-square norm over the last dimension, x / sqrt(mean(x²) + eps) · weight, computed in float32."""
     if x.dtype == torch.float32:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps)) * weight
     wide = x.float()

@@ -119,7 +119,7 @@ def load_weights(checkpoint: Checkpoint, spec: ModelSpec, device: torch.device, 
 
 
 def _embedding_and_head(source: _Source, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tied checkpoints may bring one matrix under either name, or both; two that differ are two, whatever config.json says."""
+    """A tied checkpoint may bring its matrix under either name, or both; two that differ stay two."""
     shape = (spec.vocab_size, spec.hidden_size)
     embed_key, head_key = "model.embed_tokens.weight", "lm_head.weight"
     if spec.tied and embed_key not in source and head_key in source:

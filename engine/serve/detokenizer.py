@@ -1,8 +1,8 @@
 """Token ids to text as they arrive: never half a character, never a lost space, a bounded amount of work a token.
 
-Decoding each token alone is wrong twice: a character may be spread over several tokens (an emoji is four bytes), and some decoders
-strip the space of the first token they see. Decoding everything again for each token is right and quadratic. So there is one decoder
-for each family of vocabularies::
+Decoding each token alone is wrong twice: a character may be spread over several tokens (an emoji is four bytes), and some
+decoders strip the space of the first token they see. Decoding everything again for each token is right and quadratic. So
+there is one decoder for each family of vocabularies::
 
     byte level      token → bytes → incremental UTF-8                       GPT-2, Llama 3, Qwen, SmolLM2
     Metaspace       token → text with ▁ as a space; <0xE4> bytes collected  Llama 2, Mistral 7B
@@ -31,7 +31,7 @@ __all__ = ["Codec", "Tokenizer"]
 
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-MOST_HELD_BYTES = 64
+MOST_HELD_BYTES = 128
 """Byte tokens a Metaspace decoder holds back at most, waiting for the run's end."""
 MOST_HELD_TOKENS = 12
 """Tokens a window decoder holds back at most, waiting for a character to become whole."""
@@ -43,7 +43,7 @@ class Codec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.raw: RawTokenizer = tokenizer.raw
-        self._decoder = json.loads(self.raw.to_str())["decoder"] if self.raw.decoder is not None else None
+        self._decoder = json.loads(self.raw.decoder.__getstate__()) if self.raw.decoder is not None else None
         self._bytes: dict[int, bytes] = {}
 
     def decoder(self, prompt_token_ids: list[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
@@ -53,7 +53,9 @@ class Codec:
             return ByteDecoder(self.token_bytes, hidden)
         at_start = all(token in self.tokenizer.special_ids for token in prompt_token_ids)
         if self._family == "metaspace":
-            return MetaspaceDecoder(self.raw.id_to_token, hidden, self._marker, strip=at_start and self._strips)
+            return MetaspaceDecoder(
+                self.raw.id_to_token, hidden, self._marker, strip=at_start and self._strips, joins_bytes=self._joins_bytes
+            )
         context = [token for token in prompt_token_ids[-MOST_HELD_TOKENS:] if token not in hidden]
         return WindowDecoder(lambda ids: self.raw.decode(ids, skip_special_tokens=False), hidden, context)
 
@@ -66,7 +68,7 @@ class Codec:
             return ""
         if self._family != "metaspace":
             return str(self.raw.decode([token_id], skip_special_tokens=False))
-        byte = BYTE_TOKEN.match(token)
+        byte = BYTE_TOKEN.match(token) if self._joins_bytes else None
         return bytes([int(byte[1], 16)]).decode("utf-8", "replace") if byte else str(token).replace(self._marker, " ")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -110,6 +112,11 @@ class Codec:
         return all({k: s.get(k) for k in plain} == plain for s in self._steps if s.get("type") == "Strip")
 
     @cached_property
+    def _joins_bytes(self) -> bool:
+        """Whether tokens like <0xE4> are bytes of text."""
+        return any(step.get("type") == "ByteFallback" for step in self._steps)
+
+    @cached_property
     def _strips(self) -> bool:
         for step in self._steps:
             if step.get("type") == "Strip":
@@ -129,25 +136,38 @@ class ByteDecoder:
 
     def append(self, token_id: int) -> str:
         """Take one more token; return the text that became certain."""
-        return "" if token_id in self._hidden else self._utf8.decode(self._token_bytes(token_id))
+        if token_id in self._hidden:
+            return ""
+        text = self._utf8.decode(self._token_bytes(token_id))
+        held = self._utf8.getstate()[0]
+        if (
+            len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0
+        ):  # Python waits for the end of a surrogate; no text has one
+            text += self.finish()
+        return text
 
     def finish(self) -> str:
         """What was held back: at most one replacement character."""
-        return self._utf8.decode(b"", final=True)
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
 
 
 class MetaspaceDecoder:
     """SentencePiece-style vocabularies: a marker stands for a space, and rare characters come as runs of byte tokens.
 
-    The whole decoding turns a run of byte tokens into text if it is valid UTF-8 and into one replacement character a byte if not, so a
-    run is held back until it ends (or grows beyond any character's need).
+    The whole decoding turns a run of byte tokens into text if it is valid UTF-8 and into one replacement character a byte
+    if not, so a run is held back until it ends (or grows beyond any character's need).
     """
 
-    def __init__(self, token_of: Callable[[int], str | None], hidden: frozenset[int], marker: str, strip: bool) -> None:
+    def __init__(
+        self, token_of: Callable[[int], str | None], hidden: frozenset[int], marker: str, strip: bool, joins_bytes: bool
+    ) -> None:
         self._token_of = token_of
         self._hidden = hidden
         self._marker = marker
         self._strip = strip
+        self._joins_bytes = joins_bytes
         self._run = bytearray()
 
     def append(self, token_id: int) -> str:
@@ -155,7 +175,7 @@ class MetaspaceDecoder:
         token = None if token_id in self._hidden else self._token_of(token_id)
         if token is None:
             return ""
-        byte = BYTE_TOKEN.match(token)
+        byte = BYTE_TOKEN.match(token) if self._joins_bytes else None
         if byte:
             self._run.append(int(byte[1], 16))
             return self._started(self._whole_characters()) if len(self._run) >= MOST_HELD_BYTES else ""

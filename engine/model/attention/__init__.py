@@ -37,9 +37,10 @@ class Span:
 class Attention(Protocol):
     """A backend. It owns the KV pool.
 
-    Contract: after ``attend`` of a layer the K and V of every writing span are in the pool at the slots of its block table, and
-    row t of the result is softmax(q·K / sqrt(D))·V over the positions of its own sequence up to and including its own. Slots
-    beyond a sequence's length, and slots of other sequences, have no influence whatever they hold, NaN included.
+    Contract: after ``attend`` of a layer the K and V of every writing span are in the pool at the slots of its block
+    table, and row t of the result is softmax(q·K / sqrt(D))·V over the positions of its own sequence up to and including
+    its own. Slots beyond a sequence's length, and slots of other sequences, have no influence whatever they hold, NaN
+    included.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Attention(Protocol):
         ...
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in all layers. No destination is the source of another copy of the list."""
+        """Copy whole blocks (source, destination) in all layers. No destination is another copy's source."""
         ...
 
     def plan(self, spans: list[Span]) -> Plan:

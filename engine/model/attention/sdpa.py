@@ -1,19 +1,19 @@
 """Paged attention with torch's scaled_dot_product_attention: right on every device and dtype, quick on a CPU.
 
 Decodes (one new token a sequence) go through one call a layer, however many there are: the blocks of their tables are
-gathered into [R, S] positions, shorter tables filled up with the null block, positions beyond a sequence's end masked. The G query
-heads that share a KV head are laid out as G queries of one head, so grouped-query attention copies nothing::
+gathered into [R, S] positions, shorter tables filled up with the null block, positions beyond a sequence's end masked.
+The G query heads that share a KV head are laid out as G queries of one head, so grouped-query attention copies nothing::
 
     q [R, H, D] → [R, Hkv, G, D]      K, V [R, S, Hkv, D] → [R, Hkv, S, D]      mask [R, 1, 1, S]
 
-When lengths differ much, rows are sorted into groups of similar length, one call each, so that one long sequence doesn't make all
-short ones read as much as it does.
+When lengths differ much, rows are sorted into groups of similar length, one call each, so that one long sequence doesn't
+make all short ones read as much as it does.
 
-Prefills go one by one: without context on the K and V of the batch itself under a causal mask; with context on the gathered slots
-under a mask whose lower right corner is the diagonal.
+Prefills go one by one: without context on the K and V of the batch itself under a causal mask; with context on the
+gathered slots under a mask whose lower right corner is the diagonal.
 
-A masked slot that holds NaN would still poison the sum (0 · NaN). So a block is set to zero when its first slot is written: what
-an earlier owner left behind is never read.
+A masked slot that holds NaN would still poison the sum (0 · NaN). So a block is set to zero when its first slot is
+written: what an earlier owner left behind is never read.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SdpaAttention:
             self.pool.index_copy_(1, self._ids(list(destinations)), self.pool.index_select(1, self._ids(list(sources))))
 
     def plan(self, spans: list[Span]) -> SdpaPlan:
-        """Slots to write, decodes in groups of similar length, prefills one by one; freshly started blocks are set to zero."""
+        """Slots to write, decodes in groups of similar length, prefills one by one; zeroes freshly started blocks."""
         if self.pool is None:
             return SdpaPlan(None, None, prefills=[_Prefill(s.start, s.start + s.num_tokens, None, None) for s in spans])
         self.zero_blocks(self._started_blocks(spans))
@@ -160,7 +160,7 @@ class SdpaAttention:
         return out.permute(2, 0, 1, 3).reshape(work.stop - work.start, -1)
 
     def _started_blocks(self, spans: list[Span]) -> list[int]:
-        """Blocks whose first slot is written in this step but whose last is not: their tails are still an earlier owner's."""
+        """Blocks whose first slot is written in this step but not the last: their tails are still an earlier owner's."""
         started = []
         for span in spans:
             stop = span.context + span.num_tokens

@@ -1,0 +1,286 @@
+"""Paged attention in Triton, for NVIDIA GPUs. The kernels and their pictures are in ``triton_kernels``; this is the host side.
+
+A step is planned once and the plan serves all layers::
+
+    spans      a: 300 tokens after 40          b: 1 after 900          c: 1 after 25         d: padding
+                        │ too long for 16 rows          └──────────┬──────────┴──────────────────┘
+                        ▼                                          ▼
+    tiles      wide: a[256:300] a[128:256] a[0:128]         narrow: b c d        (token ranges with one head a group)
+               one launch, never split                      one launch, keys split where that fills the GPU
+
+Long tiles come first, so that no processor starts the longest one when the others are done.
+
+Without a KV cache the step's own K and V are the pool: block size 1, the slot of a token is its row in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from engine.model.attention import Span
+from engine.model.attention.sdpa import SdpaAttention
+from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
+
+MOST_SPLITS = 64
+LONGEST_SPLIT = 4096
+"""Keys beyond which a sequence is split even when there are programs enough: one long walk delays the whole step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How a launch cuts its work: rows of a tile, keys a round, warps a program, rounds loaded ahead."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(slots=True)
+class Tiles:
+    """One launch: ``table`` [tiles, 4] int32 on the device (see ``attend_kernel``), ``most_tokens`` in one of them."""
+
+    table: torch.Tensor
+    shape: TileShape
+    splits: int
+    most_tokens: int
+
+
+@dataclass(slots=True)
+class TritonPlan:
+    """One step's index tensors, on the device. ``slots`` [T] int64, −1 for padding; ``tables`` [sequences, blocks] int32."""
+
+    slots: torch.Tensor
+    tables: torch.Tensor
+    launches: list[Tiles]
+    part: torch.Tensor | None
+    """Scratch of the splits, float32, used by one layer after another; None when nothing is split."""
+    lse: torch.Tensor | None
+
+
+def narrow_shape(dtype: torch.dtype, head_dim: int, group: int) -> TileShape:
+    """Tiles for decodes: as few rows as a matrix unit takes, 16, unless more heads than that share a KV head."""
+    keys = 32 if dtype == torch.float32 else 64
+    return TileShape(max(16, _power_of_two(group)), keys, 4, 2 if dtype == torch.float32 else 3)
+
+
+def wide_shape(dtype: torch.dtype, head_dim: int, group: int) -> TileShape:
+    """Tiles for prefills: many rows, so that K and V are read seldom. Sizes keep accumulators in registers (tests/triton)."""
+    if dtype == torch.float32:
+        return TileShape(max(32, _power_of_two(group)), 32, 4, 2)
+    return TileShape(max(128, _power_of_two(group)), 64, 8 if head_dim > 64 else 4, 2)
+
+
+def choose_splits(tiles: int, num_kv_heads: int, longest: int, processors: int, least: int) -> int:
+    """Parts to cut the keys into, a power of two: enough programs for two a processor, and no part beyond LONGEST_SPLIT.
+
+    Args:
+        tiles: of the launch.
+        num_kv_heads: programs a tile already has.
+        longest: keys of the longest sequence; a part has ``least`` keys or more.
+        processors: of the GPU.
+        least: fewest keys a part may have.
+    """
+    by_programs = 2 * processors // max(1, tiles * num_kv_heads)
+    wanted = max(1, by_programs, math.ceil(longest / LONGEST_SPLIT))
+    useful = max(1, math.ceil(longest / least))
+    return min(MOST_SPLITS, _power_of_two(min(wanted, useful)))
+
+
+class TritonAttention(SdpaAttention):
+    """The CUDA backend. The pool, its clearing and its copying are the reference's, so either can take over the other's.
+
+    Beyond the contract of ``Attention`` it can rotate queries and keys while it stores them: ``attend_rotating``.
+    """
+
+    name = "Triton paged attention"
+    rotates = True
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_blocks: int,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        processors: int | None = None,
+    ) -> None:
+        """See ``SdpaAttention``. ``processors``: of the GPU, asked from the driver by default; it decides how much is split."""
+        super().__init__(
+            num_layers=num_layers,
+            num_kv_blocks=num_kv_blocks,
+            block_size=block_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        if processors is None:
+            cuda = device.type == "cuda"
+            processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+        self.processors = processors
+        self.narrow = narrow_shape(dtype, head_dim, self.group)
+        self.wide = wide_shape(dtype, head_dim, self.group)
+        self.least = max(self.narrow.keys, 128)
+
+    def splits_for(self, tiles: int, longest: int) -> int:
+        """Splits of a launch of ``tiles`` narrow tiles whose longest sequence has ``longest`` keys."""
+        return choose_splits(tiles, self.num_kv_heads, longest, self.processors, self.least)
+
+    def plan(self, spans: list[Span]) -> TritonPlan:  # type: ignore[override]
+        """Slots, block tables and tiles of a step, in three copies to the device."""
+        short, long = self.narrow.rows // self.group, self.wide.rows // self.group
+        slots: list[int] = []
+        tables: list[list[int]] = []
+        narrow: list[tuple[int, int, int, int]] = []
+        wide: list[tuple[int, int, int, int]] = []
+        for index, span in enumerate(spans):
+            cached = self.pool is not None
+            rows = range(span.start, span.start + span.num_tokens)
+            slots += (self._slots(span, span.context) if span.writes else [-1] * len(rows)) if cached else rows
+            tables.append(span.block_table if cached else list(rows))
+            tiles, size = (narrow, short) if span.num_tokens <= short else (wide, long)
+            for done in range(0, span.num_tokens, size):
+                count = min(size, span.num_tokens - done)
+                tiles.append((span.start + done, count, span.context + done, index))
+        width = max(map(len, tables))
+        padded = [table + [0] * (width - len(table)) for table in tables]
+        splits = self.splits_for(len(narrow), max((at + count for _, count, at, _ in narrow), default=1))
+        launches = [
+            Tiles(self._int32(sorted(tiles, key=_keys, reverse=True)), shape, parts, max(tile[1] for tile in tiles))
+            for tiles, shape, parts in ((wide, self.wide, 1), (narrow, self.narrow, splits))
+            if tiles
+        ]
+        return self.plan_from(self._ids(slots), self._int32(padded), launches)
+
+    def plan_decodes(self, slots: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, splits: int) -> TritonPlan:
+        """A plan over tensors that already lie on the device and are refilled before each use: what a CUDA graph needs."""
+        return self.plan_from(slots, tables, [Tiles(tiles, self.narrow, splits, 1)])
+
+    def plan_from(self, slots: torch.Tensor, tables: torch.Tensor, launches: list[Tiles]) -> TritonPlan:
+        """A plan with scratch for whatever is split. At most one of the launches is."""
+        parts = [item.table.shape[0] * self.num_kv_heads * item.splits * item.shape.rows for item in launches if item.splits > 1]
+        if not parts:
+            return TritonPlan(slots, tables, launches, None, None)
+        part = torch.empty((max(parts), self.head_dim), dtype=torch.float32, device=self.device)
+        lse = torch.empty(max(parts), dtype=torch.float32, device=self.device)
+        return TritonPlan(slots, tables, launches, part, lse)
+
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: TritonPlan) -> torch.Tensor:  # type: ignore[override]
+        """Store K and V of the step's tokens and attend; see ``Attention``."""
+        pool, block_size = self._pool_of(layer, kv)
+        if self.pool is not None:
+            self._launch_store(kv.flatten(1, 2), None, pool, plan.slots, num_q=0)
+        return self._attend(q, pool, block_size, plan)
+
+    def attend_rotating(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: TritonPlan
+    ) -> torch.Tensor:
+        """Rotate, store and attend.
+
+        Args:
+            layer: index of the layer.
+            qkv: [T, H + 2 · Hkv, D], not rotated; its queries are rotated in place, its keys and values are left undefined.
+            cos: [T, 1, D] or [T, D], contiguous.
+            sin: likewise, the first half negated (``engine.model.rope.rope_tables``).
+            plan: of this step.
+
+        Returns:
+            [T, H · D].
+        """
+        kv = qkv[:, self.num_heads :].unflatten(1, (2, self.num_kv_heads))
+        pool, block_size = self._pool_of(layer, kv)
+        self._launch_store(qkv, (cos, sin), pool, plan.slots, num_q=self.num_heads)
+        return self._attend(qkv[:, : self.num_heads], pool, block_size, plan)
+
+    def _pool_of(self, layer: int, kv: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """K and V as [slots, 2, Hkv, D], and the block size."""
+        if self.pool is None:
+            return kv, 1
+        return self.pool[layer].flatten(0, 1), self.block_size
+
+    def _launch_store(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        num_q: int,
+    ) -> None:
+        tokens, heads = x.shape[:2]
+        block = min(16, _power_of_two(heads))
+        cos, sin = angles or (x, x)
+        store_kernel[(tokens, -(-heads // block))](
+            x,
+            cos,
+            sin,
+            pool,
+            slots,
+            x.stride(0),
+            pool.stride(0),
+            NUM_Q=num_q,
+            NUM_KV=self.num_kv_heads,
+            HEAD_DIM=self.head_dim,
+            HALF=_power_of_two(self.head_dim // 2),
+            BLOCK_H=block,
+            ROTATE=angles is not None,
+            num_warps=4,
+        )
+
+    def _attend(self, q: torch.Tensor, pool: torch.Tensor, block_size: int, plan: TritonPlan) -> torch.Tensor:
+        out = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
+        scratch = (out, out) if plan.part is None or plan.lse is None else (plan.part, plan.lse)
+        common = {
+            "NUM_KV": self.num_kv_heads,
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "WIDTH": _power_of_two(self.head_dim),
+        }
+        for tiles in plan.launches:
+            count, shape = tiles.table.shape[0], tiles.shape
+            attend_kernel[(count, self.num_kv_heads, tiles.splits)](
+                q,
+                pool,
+                out,
+                *scratch,
+                tiles.table,
+                plan.tables,
+                q.stride(0),
+                pool.stride(0),
+                plan.tables.stride(0),
+                math.log2(math.e) / math.sqrt(self.head_dim),
+                BLOCK_SIZE=block_size,
+                BLOCK_M=shape.rows,
+                BLOCK_N=shape.keys,
+                SPLITS=tiles.splits,
+                LEAST=self.least,
+                num_warps=shape.warps,
+                num_stages=shape.stages,
+                **common,
+            )
+            if tiles.splits > 1:
+                merge_kernel[(count, self.num_kv_heads, tiles.most_tokens * self.group)](
+                    out, *scratch, tiles.table, BLOCK_M=shape.rows, SPLITS=tiles.splits, num_warps=2, **common
+                )
+        return out
+
+    def _int32(self, values: list[list[int]] | list[tuple[int, int, int, int]]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
+
+
+def _keys(tile: tuple[int, int, int, int]) -> int:
+    """Keys that a tile walks along."""
+    return tile[2] + tile[1]
+
+
+def _power_of_two(value: int) -> int:
+    """The smallest power of two that is not less than ``value``."""
+    return 1 << max(0, value - 1).bit_length()
