@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 DEFAULT_PORT = 8501
-SPIN = "10000"
-"""How long OpenMP's threads spin before they sleep: short, because long spinning is slow once another program is busy."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -33,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when it worked; 1 when ``doctor`` found a problem; 2 for a mistake in what was asked, told in one line on stderr.
     """
-    settle_openmp()
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.command(arguments) or 0)
@@ -45,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def settle_openmp() -> None:
-    """Choose how OpenMP's threads wait, unless the user has. libgomp reads this when torch loads, and never again."""
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPIN
+def settle_threads(threads: int | None) -> None:
+    """Say how many threads OpenMP uses and how they wait. libgomp reads this when torch loads, and never again."""
+    from engine.serve.client import host_environment
+
+    os.environ.update(host_environment(dict(os.environ), threads))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -141,6 +139,7 @@ def _lab(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from engine.doctor import run
 
+    settle_threads(None)
     return run(port=arguments.port, as_json=arguments.json, measure=not arguments.no_measure)
 
 
@@ -222,10 +221,7 @@ def summary(trace: RequestTrace, title: str, device: str) -> str:
 def _load(arguments: argparse.Namespace, listener: Printer) -> LLM:
     from engine import LLM
 
-    if arguments.threads:
-        import torch
-
-        torch.set_num_threads(arguments.threads)
+    settle_threads(arguments.threads)
     names = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return LLM(

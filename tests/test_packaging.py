@@ -55,6 +55,11 @@ def pins() -> dict[str, str]:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
+def distribution(module: str) -> str:
+    """The package that brings a module, where their names differ."""
+    return {"yaml": "pyyaml"}.get(module, normal(module))
+
+
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -120,7 +125,7 @@ def test_imported_packages_are_declared():
                 for name in names:
                     found.setdefault(name.split(".")[0], str(path.relative_to(ROOT)))
     third = {name: where for name, where in found.items() if name not in sys.stdlib_module_names and name not in here}
-    missing = {name: where for name, where in third.items() if normal(name) not in declared | optional}
+    missing = {name: where for name, where in third.items() if distribution(name) not in declared | optional}
     assert not missing, f"imported but not in pyproject.toml: {missing}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -152,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, help="CPU threads")
     arguments = parser.parse_args(argv)
-    from engine.cli import settle_openmp
+    from engine.serve.client import host_environment
 
-    settle_openmp()
+    os.environ.update(host_environment(dict(os.environ), arguments.threads))
     try:
-        document = benchmark(arguments.model, arguments.device, arguments.dtype, arguments.threads)
+        document = benchmark(arguments.model, arguments.device, arguments.dtype)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -164,15 +165,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def benchmark(model: str, device: str, dtype: str, threads: int | None = None) -> dict[str, object]:
+def benchmark(model: str, device: str, dtype: str) -> dict[str, object]:
     """Measure one model on one device, print the table, and return everything as plain data."""
     import torch
 
     from engine import LLM
     from engine.bench.ceilings import measure_ceilings
 
-    if threads:
-        torch.set_num_threads(threads)
     llm = LLM(model, device=device, dtype=dtype, enable_prefix_caching=False, max_num_seqs=16, max_model_len=1024)
     info = llm.model.info
     ceilings = measure_ceilings(torch.device(info.device.split()[0]), getattr(torch, info.dtype), seconds=2.0)
