@@ -7,4 +7,9 @@ import streamlit as st
 ICON = Path(__file__).parent / "live" / "static" / "icon.svg"
 
 st.set_page_config(page_title="Inference Lab", page_icon=str(ICON), layout="wide")
-st.navigation([st.Page("screens/lab.py", title="Lab", default=True)], position="top").run()
+PAGES = [
+    st.Page("screens/lab.py", title="Lab", default=True),
+    st.Page("screens/runs.py", title="Runs"),
+    st.Page("screens/metrics.py", title="Metrics"),
+]
+st.navigation(PAGES, position="top").run()

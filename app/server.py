@@ -113,10 +113,12 @@ def run(
     Raises:
         ValueError: the port can't be used.
     """
+    from engine.observe.runs import data_folder
     from engine.serve.client import EngineClient
 
     check_port(host, port)
-    client = EngineClient(model=model, device=device, dtype=dtype, threads=threads)
+    recordings = data_folder() / "recordings"
+    client = EngineClient(model=model, device=device, dtype=dtype, threads=threads, recordings=recordings)
     hub = Hub(client)
     install(hub)
     app = build_app(hub, address(host, port))

@@ -106,7 +106,6 @@ class Hub:
         self._labs: dict[str, Lab] = {}
         self._lock = threading.RLock()
         self._start = 0
-        self._was_up = False
 
     def enter(self, token: str | None) -> Lab:
         """The lab of this token; a fresh one, with a token of its own, when there is none of that name."""
@@ -141,6 +140,10 @@ class Hub:
                 self.client.open_lab(lab.token, _plain(lab.config))
                 lab.opened_at = self._start
             return True
+
+    def tokens(self) -> tuple[str, ...]:
+        """Tokens of all labs."""
+        return tuple(self._labs)
 
     def restart(self) -> None:
         """Start the host process again; every lab is opened anew, with its settings."""

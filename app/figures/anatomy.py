@@ -1,0 +1,83 @@
+"""Where each step's time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from app.figures.palette import Theme, mix
+from app.figures.template import Figure, axis, layout
+from engine.core.trace import StepTrace
+from engine.observe.metrics import anatomy
+
+PARTS = {
+    "forward": "forward pass: the model computes",
+    "sample": "sample: choose the tokens",
+    "prepare": "prepare: build the inputs",
+    "schedule": "schedule: who computes what",
+    "postprocess": "postprocess: text, blocks, records",
+    "other_labs": "steps of other labs on this machine",
+    "outside": "outside: idle, or handing over results",
+}
+MOST_BARS = 120
+
+
+def anatomy_figure(steps: Sequence[StepTrace], theme: Theme) -> Figure:
+    """Milliseconds of each part, stacked, over the newest ``MOST_BARS`` steps that computed something."""
+    shown = [step for step in steps if step.scheduled][-MOST_BARS:]
+    before = {step.index: previous for previous, step in pairwise(steps)}
+    split = [anatomy(step, before.get(step.index)) for step in shown]
+    colours = _colours(theme)
+    data = []
+    for name, words in PARTS.items():
+        values = [round(getattr(one, name) * 1000, 4) for one in split]
+        data.append(
+            {
+                "type": "bar", "name": words, "x": [step.index for step in shown], "y": values,
+                "marker": {
+                    "color": colours[name][0],
+                    "pattern": {"shape": colours[name][1], "fgcolor": theme.ink, "size": 5},
+                },
+                "hovertemplate": f"step %{{x}} · {name.replace('_', ' ')} %{{y:,.2f}} ms<extra></extra>",
+            }
+        )  # fmt: skip
+    return {
+        "data": data,
+        "layout": layout(
+            theme,
+            barmode="stack",
+            bargap=0.15,
+            height=320,
+            margin={"l": 52, "r": 10, "t": 8, "b": 108},
+            showlegend=True,
+            legend={"orientation": "h", "y": -0.24, "x": 0, "font": {"size": 11, "color": theme.ink}},
+            xaxis=axis(theme, title="step"),
+            yaxis=axis(theme, title="ms"),
+        ),
+    }
+
+
+def _colours(theme: Theme) -> dict[str, tuple[str, str]]:
+    hue = theme.hue
+    return {
+        "forward": (hue(0), ""),
+        "sample": (hue(3), ""),
+        "prepare": (hue(6), "/"),
+        "schedule": (hue(2), ""),
+        "postprocess": (hue(7), "\\"),
+        "other_labs": (theme.muted, "x"),
+        "outside": (mix(theme.muted, theme.paper, 0.3), "."),
+    }
+
+
+def anatomy_alt(steps: Sequence[StepTrace]) -> str:
+    """The shares over all given steps, in a sentence."""
+    computed = [step for step in steps if step.scheduled]
+    if not computed:
+        return "No step was computed yet."
+    split = [anatomy(step) for step in computed]
+    total = sum(one.total for one in split) or 1.0
+    shares = {name: sum(getattr(one, name) for one in split) / total for name in PARTS if name != "outside"}
+    best = sorted(shares.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in best)
+    return f"{len(computed)} steps; of their time: {named}."

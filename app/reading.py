@@ -1,0 +1,90 @@
+"""What a page reads: this session's live lab, or a saved run named in the address (``?run=NAME``)."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import streamlit as st
+
+from app.session import Lab, hub
+from engine.observe.log import TraceLog
+from engine.observe.runfile import RunReader
+from engine.observe.runlog import RunLog
+from engine.observe.runs import RunLibrary
+
+MAX_OPEN = 4
+"""Saved runs that stay open at once."""
+
+_open: OrderedDict[tuple[str, float], RunLog] = OrderedDict()
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Records to read, and what made them."""
+
+    name: str
+    log: TraceLog | RunLog
+    made_by: str
+    """Model, weights, device, dtype and threads, in words."""
+
+
+def library() -> RunLibrary:
+    """The user's saved runs."""
+    return RunLibrary()
+
+
+def saved_run(name: str) -> RunLog:
+    """A saved run, opened once and kept for all who look at it.
+
+    Raises:
+        ValueError: there is no such run, or it can't be read.
+    """
+    path = library().path(name)
+    key = (str(path), path.stat().st_mtime)
+    with _lock:
+        if key not in _open:
+            _open[key] = RunLog(RunReader(path))
+            while len(_open) > MAX_OPEN:
+                _, oldest = _open.popitem(last=False)
+                oldest.reader.close()
+        _open.move_to_end(key)
+        return _open[key]
+
+
+def current_lab() -> Lab:
+    """The session's own lab; its token goes into the address, so that a reload finds it."""
+    asked = st.query_params.get("lab") or st.session_state.get("lab")
+    lab = hub().enter(asked)
+    st.session_state["lab"] = lab.token
+    if st.query_params.get("lab") != lab.token:
+        st.query_params["lab"] = lab.token
+    return lab
+
+
+def chosen_source() -> Source:
+    """The saved run that the address names, or else this session's lab."""
+    name = st.query_params.get("run")
+    if name:
+        try:
+            log = saved_run(name)
+            return Source(f"the saved run “{name}”", log, describe(log.info.model))
+        except (ValueError, OSError) as error:
+            st.error(f"The saved run “{name}” can't be opened: {error}. Showing the live lab instead.")
+    lab = current_lab()
+    model = lab.client.state.model
+    facts = {field: getattr(model, field) for field in model.__struct_fields__} if model else {}
+    return Source("this lab", lab.log, describe(facts))
+
+
+def describe(model: dict[str, Any]) -> str:
+    """Which model, weights, device, dtype and threads produced the numbers."""
+    if not model:
+        return "The model is not loaded yet."
+    return (
+        f"{model.get('title', 'unknown model')} ({model.get('weights', 'unknown weights')}) · {model.get('device', '?')} · "
+        f"{model.get('dtype', '?')} · {model.get('threads', '?')} threads ({model.get('omp_wait', '?')})."
+    )

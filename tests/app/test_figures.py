@@ -1,0 +1,284 @@
+"""The pictures: valid Plotly figures of fixed size that say exactly what the trace says."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+from app.figures.batch import MOST_LEVELS, batch_figure, heights, parts, scale, window
+from app.figures.palette import DARK, LIGHT
+from app.figures.pool import PoolView, Use, columns, pool_alt, pool_figure
+from app.figures.timeline import timeline_figure
+from app.live.ledger import LiveLedger
+from app.live.moment import Look, encode, scene, sections
+from engine.core.trace import Scheduled, StepTrace
+from tests.app.kit import Recorded
+
+
+def drawn(recorded: Recorded, **look: Any) -> dict[str, Any]:
+    """The sections as the browser gets them."""
+    view = scene(recorded.log, recorded.config, LiveLedger(), Look(**look))
+    return {name: json.loads(value) for name, value in encode(sections(view, recorded.log)).items()}
+
+
+def check(figure: dict[str, Any]) -> None:
+    """Plotly's own validation: raises on a property that does not exist or a value out of range."""
+    go.Figure(data=figure["data"], layout=figure["layout"])
+
+
+def trace(figure: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(t for t in figure["data"] if t.get("name") == name)
+
+
+@pytest.fixture
+def busy() -> Recorded:
+    recorded = Recorded(max_num_batched_tokens=16, block_size=4)
+    for prompt in (20, 5, 6):
+        recorded.add(prompt, max_tokens=6)
+    recorded.steps(3)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    "look", [{}, {"theme": "dark"}, {"step": 1}, {"root": True}, {"step": 0, "theme": "dark", "root": True}]
+)
+def test_every_picture_is_a_valid_figure(busy: Recorded, look: dict[str, Any]):
+    found = drawn(busy, **look)
+    for name in ("pool", "batch", "timeline"):
+        check(found[name]["figure"])
+        assert found[name]["alt"].endswith(".")
+
+
+def test_an_engine_that_did_nothing_gives_empty_frames():
+    found = drawn(Recorded())
+    for name in ("pool", "batch", "timeline"):
+        check(found[name]["figure"])
+    assert found["clock"] == {
+        "first": 0,
+        "last": -1,
+        "cursor": None,
+        "jumps": {"preempt": [], "admit": [], "finish": [], "evict": []},
+    }
+    assert found["pool"]["used"] == 0
+    assert found["requests"] == found["tables"] == found["story"] == []
+    assert [row["p50"] for row in found["tiles"]["latency"]] == [None] * 4
+    assert found["focus"] is None
+
+
+def test_bars_hold_exactly_the_tokens_of_each_step(busy: Recorded):
+    figure = drawn(busy)["batch"]["figure"]
+    tokens: dict[int, int] = {}
+    for level in figure["data"]:
+        for x, y, data in zip(level["x"], level["y"], level["customdata"], strict=True):
+            assert y == data[3]
+            if data[1] != "cached":
+                tokens[x] = tokens.get(x, 0) + y
+    assert tokens == {step.index: step.num_tokens for step in busy.log.steps()}
+    assert tokens[0] == 16, "the budget is used up by A's first chunk"
+
+
+def test_prefill_and_decode_differ_by_more_than_colour(busy: Recorded):
+    figure = drawn(busy)["batch"]["figure"]
+    looks = {}
+    for level in figure["data"]:
+        for data, fill, edge in zip(
+            level["customdata"], level["marker"]["color"], level["marker"]["line"]["color"], strict=True
+        ):
+            looks.setdefault(data[1], set()).add(fill == edge)
+    assert looks["prefill"] == {True}
+    assert looks["decode"] == {False}
+
+
+def test_a_preempted_request_is_hatched_when_computed_again():
+    recorded = Recorded(num_kv_blocks=6, block_size=4, max_num_batched_tokens=32, max_model_len=24)
+    recorded.add(8, max_tokens=12)
+    recorded.add(8, max_tokens=12)
+    recorded.steps(26)
+    found = drawn(recorded, step=next(s.index for s in recorded.log.steps() for r in s.scheduled if r.recomputed))
+    shapes = [
+        (data[1], level["marker"].get("pattern", {"shape": [""] * len(level["x"])})["shape"][i])
+        for level in found["batch"]["figure"]["data"]
+        for i, data in enumerate(level["customdata"])
+    ]
+    assert ("recompute", "/") in shapes
+    assert trace(found["timeline"]["figure"], "preempt")["x"]
+    assert any(entry["kind"] == "preempt" and "will be computed again" in entry["text"] for entry in found["story"])
+
+
+def test_cached_tokens_stand_on_top_dotted_and_outside_the_budget():
+    recorded = Recorded(block_size=4)
+    prompt = list(range(1, 14))
+    recorded.add(prompt, max_tokens=2)
+    recorded.steps(3)
+    recorded.add(prompt, max_tokens=2)
+    recorded.steps(2)
+    bar = parts(next(s for s in recorded.log.steps() for r in s.scheduled if r.cached), {})
+    assert [(p.kind, p.tokens) for p in bar] == [("prefill", 1), ("cached", 12)]
+    found = drawn(recorded)
+    last = found["batch"]["figure"]["data"][-1]
+    assert last["marker"]["pattern"]["shape"][-1] == "."
+
+
+def test_padding_is_a_grey_cross_hatch():
+    recorded = Recorded(batching="static", max_num_seqs=2, max_model_len=64)
+    recorded.add(9, max_tokens=4)
+    recorded.add(3, max_tokens=2)
+    recorded.steps(3)
+    found = drawn(recorded)
+    check(found["batch"]["figure"])
+    kinds = [data[1] for level in found["batch"]["figure"]["data"] for data in level["customdata"]]
+    assert "padding" in kinds
+
+
+def test_the_budget_line_shows_when_it_fits_and_is_announced_when_not(busy: Recorded):
+    layout = drawn(busy)["batch"]["figure"]["layout"]
+    assert [s["y0"] for s in layout["shapes"] if s.get("name") == "budget"] == [16]
+    small = Recorded(max_num_batched_tokens=256)
+    small.add(3)
+    small.steps(2)
+    layout = drawn(small)["batch"]["figure"]["layout"]
+    assert not any(s.get("name") == "budget" for s in layout["shapes"])
+    assert "scale 0–8 tokens; the budget, 256, lies above it" in [note["text"] for note in layout["annotations"]]
+
+
+def test_a_square_root_axis_stacks_to_the_root_of_the_sum():
+    assert heights([9, 7], root=True) == pytest.approx([3, 1])
+    assert heights([9, 7], root=False) == [9, 7]
+    assert heights([], root=True) == []
+
+
+@pytest.mark.parametrize(
+    ("peak", "budget", "top"), [(0, 256, 8), (8, 256, 8), (9, 256, 16), (200, 256, 276), (300, 256, 300), (5, 6, 6)]
+)
+def test_the_scale_moves_in_few_announced_steps(peak: int, budget: int, top: int):
+    assert scale(peak, budget) == top
+
+
+def test_the_window_stands_still_while_stepping():
+    assert window(-1) == (0, 39)
+    assert {window(last) for last in range(40)} == {(0, 39)}
+    assert {window(last) for last in range(40, 50)} == {(10, 49)}
+    assert window(1000, cursor=7) == (0, 39)
+
+
+def test_many_requests_a_step_are_drawn_by_kind():
+    rows = tuple(Scheduled(f"r{i}", "decode", 1, 10) for i in range(MOST_LEVELS + 1))
+    step = StepTrace(index=0, start=0.0, scheduled=(*rows, Scheduled("p", "prefill", 30, 0)), token_budget=64)
+    figure = batch_figure([step], {}, 64, (0, 39), LIGHT)
+    check(figure)
+    assert {t["name"]: t["y"] for t in figure["data"]} == {"prefill": [30], "decode": [MOST_LEVELS + 1]}
+    check(batch_figure([step], {}, 64, (0, 39), DARK, root=True))
+
+
+def test_the_pool_shows_owner_fill_sharing_and_state():
+    view = PoolView(
+        num_blocks=20,
+        block_size=4,
+        uses={1: [Use(0, 0, 4), Use(1, 0, 4)], 2: [Use(0, 1, 1)]},
+        cached=frozenset({5}),
+        allocated=frozenset({2}),
+        evicted=frozenset({2}),
+        places={5: 3},
+    )
+    figure = pool_figure(view, LIGHT)
+    check(figure)
+    grid, wide = trace(figure, "blocks"), columns(20)
+    flat = [cell for row in grid["z"] for cell in row]
+    assert flat[:6] == [2, 2, 0, 0, 1, 0], "two blocks of A, two free, one cached, one free"
+    assert flat[20:] == [None] * (len(flat) - 20)
+    hover = [text for row in grid["hovertext"] for text in row]
+    assert "shared by 2" in hover[0]
+    assert "1 of 4 tokens" in hover[1]
+    assert "place 4 in the free queue" in hover[4]
+    assert {shape["name"] for shape in figure["layout"]["shapes"]} == {"cached", "shared", "allocated", "evicted"}
+    assert trace(figure, "letters")["text"] == ["A×2", "A"]
+    assert len(trace(figure, "unfilled")["x"]) == 6, "one rectangle"
+    assert wide == 8
+    assert "2 of 20 blocks in use by A, B" in pool_alt(view)
+
+
+def test_a_selection_steps_the_others_back():
+    view = PoolView(num_blocks=4, block_size=4, uses={1: [Use(0, 0, 4)], 2: [Use(1, 0, 4)]})
+    flat = [cell for row in trace(pool_figure(view, LIGHT, selected=1), "blocks")["z"] for cell in row]
+    assert flat[:2] == [10, 3]
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 128, 512, 2048, 6000])
+def test_pools_of_any_size_keep_their_frame(blocks: int):
+    view = PoolView(num_blocks=blocks, block_size=16, uses={b: [Use(b % 9, 0, 16)] for b in range(1, blocks + 1)})
+    figure = pool_figure(view, DARK)
+    check(figure)
+    assert sum(cell is not None for row in trace(figure, "blocks")["z"] for cell in row) == blocks
+    assert len(trace(figure, "letters")["x"]) <= 300
+    assert len(figure["layout"]["shapes"]) <= 4
+
+
+def test_pictures_stay_small(busy: Recorded):
+    found = drawn(busy)
+    assert len(json.dumps(found["batch"])) < 40_000
+    assert len(json.dumps(found["timeline"])) < 40_000
+
+
+def test_a_timeline_tells_a_life(busy: Recorded):
+    busy.steps(12)
+    found = drawn(busy)["timeline"]
+    life, ids = trace(found["figure"], "life"), found["ids"]
+    assert life["z"][ids.index(busy.log.traces()[2].request_id)][0] == 0, "C waits in the first step"
+    assert sorted(trace(found["figure"], "finish")["y"]) == [0, 1, 2]
+    assert len(life["z"]) == 10
+
+
+def test_past_and_live_agree_on_a_step(busy: Recorded):
+    live = drawn(busy)
+    past = drawn(busy, step=live["clock"]["last"])
+    assert live["tables"] == past["tables"]
+    assert past["clock"]["cursor"] == live["clock"]["last"]
+    first = drawn(busy, step=0)
+    assert [row["state"] for row in first["requests"]] == ["prefill", "waiting", "waiting"]
+    assert first["requests"][0]["text"] == ""
+
+
+def test_tables_show_what_the_engine_holds(busy: Recorded):
+    held = busy.engine.snapshot().tables
+    assert {row["id"]: [cell[0] for cell in row["cells"]] for row in drawn(busy)["tables"]} == {
+        k: list(v) for k, v in held.items()
+    }
+
+
+def test_a_step_out_of_range_is_the_nearest_one(busy: Recorded):
+    assert drawn(busy, step=10_000)["clock"]["cursor"] == 2
+
+
+def test_tiles_name_their_percentiles_and_counts(busy: Recorded):
+    busy.steps(12)
+    rows = {row["name"]: row for row in drawn(busy)["tiles"]["latency"]}
+    assert rows["ttft"]["count"] == 3
+    assert rows["itl"]["count"] == 15
+    assert rows["itl"]["p50"] == 1000.0
+    assert "linear interpolation" in rows["ttft"]["text"]
+    assert rows["itl"]["few"]
+
+
+def test_a_huge_pool_is_fast_enough_to_be_live():
+    import time
+
+    view = PoolView(num_blocks=2048, block_size=16, uses={b: [Use(b % 64, 0, 16)] for b in range(1, 2049)})
+    best = min(_timed(lambda: pool_figure(view, LIGHT), time.perf_counter) for _ in range(3))
+    assert best < 0.15
+
+
+def _timed(action: Any, clock: Any) -> float:
+    begin = clock()
+    action()
+    return clock() - begin
+
+
+def test_timeline_marks_stay_inside_the_frame(busy: Recorded):
+    figure = timeline_figure(busy.log.steps(), busy.log.traces(), (1, 40), LIGHT)
+    check(figure)
+    assert all(x >= 1 for x in trace(figure, "decode")["x"])
+    assert not math.isnan(figure["layout"]["xaxis"]["range"][0])

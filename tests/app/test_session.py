@@ -1,0 +1,59 @@
+"""Labs are private, found again by their token, and bounded in number."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.session import MAX_LABS, Hub, LabUnknown, hub, install
+from engine.serve.client import EngineClient
+
+
+def test_a_token_is_unguessable_and_finds_its_lab_again(sleeping: Hub):
+    one, other = sleeping.enter(None), sleeping.enter(None)
+    assert one.token != other.token
+    assert len(one.token) >= 24
+    assert sleeping.enter(one.token) is one
+    assert sleeping.find(one.token) is one
+
+
+@pytest.mark.parametrize(
+    "token", ["", "short", "x" * 65, "../../etc/passwd", "a b c d e f g h i j", "<script>alert(1)</script>"]
+)
+def test_a_bad_token_gets_a_new_lab(sleeping: Hub, token: str):
+    assert sleeping.enter(token).token != token
+
+
+def test_a_token_of_an_earlier_server_is_taken_over(sleeping: Hub):
+    assert sleeping.enter("a" * 24).token == "a" * 24
+
+
+def test_unknown_labs_are_told_to_reload(sleeping: Hub):
+    with pytest.raises(LabUnknown, match="reload the page"):
+        sleeping.find("b" * 24)
+
+
+def test_the_lab_seen_longest_ago_makes_room(sleeping: Hub):
+    first = sleeping.enter(None)
+    for _ in range(MAX_LABS):
+        sleeping.enter(None)
+    with pytest.raises(LabUnknown):
+        sleeping.find(first.token)
+
+
+def test_labs_do_not_see_each_other(hub: Hub):
+    one, other = hub.enter(None), hub.enter(None)
+    assert hub.ensure_open(one)
+    assert hub.ensure_open(other)
+    hub.client.send(one.token, "secret", params={"max_tokens": 1})
+    assert other.log.traces() == []
+
+
+def test_without_a_launcher_the_page_says_how_to_start():
+    install(None)
+    with pytest.raises(RuntimeError, match="make lab"):
+        hub()
+
+
+def test_nothing_is_open_before_the_host_is_ready():
+    made = Hub(EngineClient("scripted"))
+    assert made.ensure_open(made.enter(None)) is False
