@@ -70,8 +70,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.kv_layout == "contiguous" and self.reserve == "max_model_len" and self.kv_capacity < self.max_model_len:
             raise ConfigError(
                 f"reserve='max_model_len' reserves {self.max_model_len} tokens for each request, but the pool holds "
-                f"num_kv_blocks={self.num_kv_blocks} x block_size={self.block_size} = {self.kv_capacity}: raise num_kv_blocks "
-                f"to {-(-self.max_model_len // self.block_size)}, lower max_model_len, or set reserve='request'"
+                f"num_kv_blocks={self.num_kv_blocks} x block_size={self.block_size} = {self.kv_capacity}: raise "
+                f"num_kv_blocks to {-(-self.max_model_len // self.block_size)}, lower max_model_len, or set "
+                f"reserve='request'"
             )
 
     def _resolve_combinations(self) -> None:

@@ -210,7 +210,7 @@ class Engine:
             raise RequestRefused("the prompt has no tokens: send at least one")
         for token in prompt_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**63:
-                raise RequestRefused(f"the prompt holds {token!r}, which is not a token id (a whole number from 0 to 2**63 - 1)")
+                raise RequestRefused(f"the prompt holds {token!r}, which is not a token id: a whole number from 0 to 2^63-1")
         if self._vocab_size is not None and max(prompt_token_ids) >= self._vocab_size:
             raise RequestRefused(
                 f"the prompt holds token id {max(prompt_token_ids)}, but the vocabulary has {self._vocab_size} tokens"

@@ -1,4 +1,4 @@
-"""Tools of the core's tests: a runner that keeps real K and V slots, its oracle, and short ways to build and drive engines."""
+"""Tools of the core's tests: a runner that keeps real K and V slots, its oracle, short ways to build and drive engines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MemoryRunner:
     """A runner whose KV blocks really hold something, so that a wrong table, copy or hit gives a wrong token.
 
     Every position's slot gets ``link`` of all tokens up to it. A token is sampled from what the block table leads to, after
-    comparing every slot of the history. Reading a block with a NaN slot in it, even a masked one, is an error, as 0 × NaN is.
+    comparing every slot of the history. Reading a block with a NaN slot, even a masked one, is an error: 0 × NaN is NaN.
     """
 
     def __init__(self, config: EngineConfig, clock: VirtualClock | None = None) -> None:
@@ -153,14 +153,22 @@ class MemoryRunner:
 
 
 def make(
-    runner: Any = None, *, block_hash: Any = None, codec: Any = None, listener: Any = None, eos: Iterable[int] = (), **fields: Any
+    runner: Any = None,
+    *,
+    block_hash: Any = None,
+    codec: Any = None,
+    listener: Any = None,
+    eos: Iterable[int] = (),
+    **fields: Any,
 ) -> Engine:
     """An engine on a virtual clock; ``runner`` None: a ``MemoryRunner``, found again as ``engine.runner``."""
     fields.setdefault("max_model_len", 256)
     config = build_config(fields)
     clock = VirtualClock()
     runner = runner or MemoryRunner(config, clock)
-    engine = Engine(config, runner, clock, block_hash=block_hash, codec=codec, listener=listener, eos_token_ids=frozenset(eos))
+    engine = Engine(
+        config, runner, clock, block_hash=block_hash, codec=codec, listener=listener, eos_token_ids=frozenset(eos)
+    )
     engine.runner = runner  # type: ignore[attr-defined]
     return engine
 

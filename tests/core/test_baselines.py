@@ -74,7 +74,12 @@ def test_the_padded_batch_fits_the_budget():
     step = engine.step()
     assert who(step) == "A B"
     assert step.num_tokens == 40
-    assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == ("C", "tokens", 60, 40)
+    assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == (
+        "C",
+        "tokens",
+        60,
+        40,
+    )
     for later in drain(engine):
         assert later.num_tokens <= 40
     for name in "ABC":
@@ -88,7 +93,12 @@ def test_a_static_batch_reserves_blocks_to_its_end():
     add(engine, 1, 1, request_id="C", start=3)
     step = engine.step()
     assert who(step) == "A B"
-    assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == ("C", "blocks", 7, 6)
+    assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == (
+        "C",
+        "blocks",
+        7,
+        6,
+    )
     drain(engine)
     assert engine.stats().preemptions == 0
     for name in "ABC":
@@ -162,7 +172,12 @@ def test_an_extent_is_reserved_whole_first_fit_and_its_waste_is_counted():
     assert (stats.blocks_free, stats.largest_hole) == (6, 3)  # six free, but no more than three side by side
     add(engine, 10, 6, request_id="D", start=4)  # 16 tokens: 4 blocks
     step = engine.step()
-    assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == ("D", "blocks", 4, 3)
+    assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == (
+        "D",
+        "blocks",
+        4,
+        3,
+    )
     engine.abort("D")
     add(engine, 2, 6, request_id="E", start=5)  # 2 blocks: the first hole
     engine.step()
@@ -221,7 +236,12 @@ def test_without_a_kv_cache_admission_reserves_prompt_and_output_of_all():
     add(engine, 1, 1, request_id="C", start=3)
     step = engine.step()
     assert rows(step) == {"A": 20, "B": 14}
-    assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == ("C", "tokens", 2, 0)
+    assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == (
+        "C",
+        "tokens",
+        2,
+        0,
+    )
     for later in drain(engine):
         assert later.num_tokens <= 64
     for name in "ABC":

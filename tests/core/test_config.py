@@ -8,7 +8,9 @@ import pytest
 from engine.core.config import ConfigError, EngineConfig, build_config
 
 
-@pytest.mark.parametrize("field", ["max_model_len", "max_num_seqs", "block_size", "num_kv_blocks", "max_num_queued_requests"])
+@pytest.mark.parametrize(
+    "field", ["max_model_len", "max_num_seqs", "block_size", "num_kv_blocks", "max_num_queued_requests"]
+)
 @pytest.mark.parametrize("value", [0, -3, 1.5, "8", None, True])
 def test_counts_must_be_whole_and_positive(field, value):
     with pytest.raises(ConfigError) as refused:
@@ -107,7 +109,11 @@ def test_the_neighbours_of_the_limits_are_accepted():
 )
 def test_none_is_resolved_when_the_configuration_is_built(fields, budget, chunked, cached):
     config = EngineConfig(**fields)
-    assert (config.max_num_batched_tokens, config.enable_chunked_prefill, config.enable_prefix_caching) == (budget, chunked, cached)
+    assert (config.max_num_batched_tokens, config.enable_chunked_prefill, config.enable_prefix_caching) == (
+        budget,
+        chunked,
+        cached,
+    )
     assert (config.token_budget, config.chunked_prefill, config.prefix_caching) == (budget, chunked, cached)
     values = msgspec.structs.asdict(config)
     assert [name for name, value in values.items() if value is None] == []
@@ -126,6 +132,6 @@ def test_configuration_is_immutable_and_replaced_by_copies():
 
 
 def test_unknown_settings_list_the_known_ones_and_vllms_name_is_understood():
-    with pytest.raises(ConfigError, match="'max_seqs'.*max_num_seqs"):
+    with pytest.raises(ConfigError, match=r"'max_seqs'.*max_num_seqs"):
         build_config({"max_seqs": 3})
     assert build_config({"num_gpu_blocks_override": 5}).num_kv_blocks == 5

@@ -75,7 +75,9 @@ def test_nan_in_a_prompt_ends_all_samples_and_in_a_decode_only_that_one(moment):
     reasons = [sample.finish_reason for sample in engine.output("A").outputs]
     assert reasons == ([None, "error", None] if moment else ["error"] * 3)
     drain(engine)
-    assert [s.finish_reason for s in engine.output("A").outputs] == (["length", "error", "length"] if moment else ["error"] * 3)
+    assert [s.finish_reason for s in engine.output("A").outputs] == (
+        ["length", "error", "length"] if moment else ["error"] * 3
+    )
 
 
 def test_nan_before_the_fork_ends_the_samples_that_wait():

@@ -76,7 +76,12 @@ def test_samples_take_seats_before_they_exist():
     for _ in range(2):
         step = engine.step()
         assert (step.seats, step.num_running) == (4, 2)
-        assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == ("C", "seats", 1, 0)
+        assert (step.blocked.request_id, step.blocked.reason, step.blocked.needed, step.blocked.available) == (
+            "C",
+            "seats",
+            1,
+            0,
+        )
     drain(engine)
     for name in "ABC":
         assert_oracle(engine, name)

@@ -203,8 +203,16 @@ def test_recomputation_after_preemption_is_no_hit():
         ([prompt_of(40)], prompt_of(40, 2), "nothing cached begins like this prompt"),
         ([], prompt_of(5), "the prompt has 5 tokens, not one full block of 16"),
         ([prompt_of(40)], prompt_of(15), "not one full block of 16"),
-        ([prompt_of(40)], [*prompt_of(9), *([0] * 20)], "the shared prefix goes on for 9 tokens, shorter than a block of 16"),
-        ([prompt_of(60)], [*prompt_of(41), *([0] * 20)], "after 32 tokens the shared prefix goes on for 9 tokens, shorter than"),
+        (
+            [prompt_of(40)],
+            [*prompt_of(9), *([0] * 20)],
+            "the shared prefix goes on for 9 tokens, shorter than a block of 16",
+        ),
+        (
+            [prompt_of(60)],
+            [*prompt_of(41), *([0] * 20)],
+            "after 32 tokens the shared prefix goes on for 9 tokens, shorter than",
+        ),
         ([prompt_of(60)], [*prompt_of(32), *([0] * 20)], "after 32 tokens the prompts differ"),
         ([prompt_of(60)], prompt_of(33), "every full block of the prompt was found"),
         ([prompt_of(60)], prompt_of(32), "the last token is always computed"),

@@ -66,7 +66,10 @@ def test_chunks_of_a_lone_prompt(budget, chunks):
     assert [rows(step)[identity] for step in steps] == [*chunks, 1]
     assert [row.kind for step in steps for row in step.scheduled] == ["prefill"] * len(chunks) + ["decode"]
     assert [row.sampled >= 0 for step in steps for row in step.scheduled] == [False] * (len(chunks) - 1) + [True, True]
-    assert [row.context for step in steps for row in step.scheduled] == [*(sum(chunks[:i]) for i in range(len(chunks))), 4096]
+    assert [row.context for step in steps for row in step.scheduled] == [
+        *(sum(chunks[:i]) for i in range(len(chunks))),
+        4096,
+    ]
 
 
 def test_two_prompts_share_one_budget():
@@ -278,7 +281,11 @@ def test_a_preempted_request_waits_at_its_place_by_priority():
 @pytest.mark.parametrize("budget", [16, 40, 512])
 def test_six_growing_requests_in_a_small_pool(caching, policy, budget):
     engine = make(
-        num_kv_blocks=8, max_num_batched_tokens=budget, enable_prefix_caching=caching, scheduling_policy=policy, max_model_len=80
+        num_kv_blocks=8,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+        scheduling_policy=policy,
+        max_model_len=80,
     )
     names = [add(engine, 40, 40, start=i, priority=i % 3) for i in range(1, 7)]
     steps = drain(engine, 1500)
