@@ -61,21 +61,29 @@ class TritonPlan:
     lse: torch.Tensor | None
 
 
-def narrow_shape(dtype: torch.dtype, head_dim: int, group: int) -> TileShape:
-    """Tiles for decodes: as few rows as a matrix unit takes, 16, unless more heads than that share a KV head."""
-    keys = 32 if dtype == torch.float32 else 64
-    return TileShape(max(16, _power_of_two(group)), keys, 4, 2 if dtype == torch.float32 else 3)
+def narrow_shape(dtype: torch.dtype, group: int) -> TileShape:
+    """Tiles for decodes: as few rows as a matrix unit takes, 16, unless more heads than that share a KV head.
+
+    Decodes wait for memory, so rounds are loaded far ahead. Block tables are loaded a round before the keys they lead to,
+    so 5 stages keep two rounds of keys under way.
+    """
+    rows = max(16, power_of_two(group))
+    return TileShape(rows, 16, 4, 2) if dtype == torch.float32 else TileShape(rows, 64, 4, 5)
 
 
-def wide_shape(dtype: torch.dtype, head_dim: int, group: int) -> TileShape:
-    """Tiles for prefills: many rows, so that K and V are read seldom. Sizes keep accumulators in registers (tests/triton)."""
+def wide_shape(dtype: torch.dtype, group: int) -> TileShape:
+    """Tiles for prefills: many rows, so that K and V are read seldom.
+
+    As large as leaves the accumulators in registers and the tiles in 99 KiB of shared memory for heads of 64 to 128 on
+    compute capabilities 8.0 and 9.0; tests/triton/test_compile.py holds them to it.
+    """
     if dtype == torch.float32:
-        return TileShape(max(32, _power_of_two(group)), 32, 4, 2)
-    return TileShape(max(128, _power_of_two(group)), 64, 8 if head_dim > 64 else 4, 2)
+        return TileShape(max(32, power_of_two(group)), 16, 4, 2)
+    return TileShape(max(128, power_of_two(group)), 64, 8, 3)
 
 
 def choose_splits(tiles: int, num_kv_heads: int, longest: int, processors: int, least: int) -> int:
-    """Parts to cut the keys into, a power of two: enough programs for two a processor, and no part beyond LONGEST_SPLIT.
+    """Parts to cut the keys into, a power of two: enough programs for four a processor, and no part beyond LONGEST_SPLIT.
 
     Args:
         tiles: of the launch.
@@ -84,10 +92,10 @@ def choose_splits(tiles: int, num_kv_heads: int, longest: int, processors: int, 
         processors: of the GPU.
         least: fewest keys a part may have.
     """
-    by_programs = 2 * processors // max(1, tiles * num_kv_heads)
+    by_programs = 4 * processors // max(1, tiles * num_kv_heads)
     wanted = max(1, by_programs, math.ceil(longest / LONGEST_SPLIT))
     useful = max(1, math.ceil(longest / least))
-    return min(MOST_SPLITS, _power_of_two(min(wanted, useful)))
+    return min(MOST_SPLITS, power_of_two(min(wanted, useful)))
 
 
 class TritonAttention(SdpaAttention):
@@ -127,8 +135,8 @@ class TritonAttention(SdpaAttention):
             cuda = device.type == "cuda"
             processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
         self.processors = processors
-        self.narrow = narrow_shape(dtype, head_dim, self.group)
-        self.wide = wide_shape(dtype, head_dim, self.group)
+        self.narrow = narrow_shape(dtype, self.group)
+        self.wide = wide_shape(dtype, self.group)
         self.least = max(self.narrow.keys, 128)
 
     def splits_for(self, tiles: int, longest: int) -> int:
@@ -167,7 +175,9 @@ class TritonAttention(SdpaAttention):
 
     def plan_from(self, slots: torch.Tensor, tables: torch.Tensor, launches: list[Tiles]) -> TritonPlan:
         """A plan with scratch for whatever is split. At most one of the launches is."""
-        parts = [item.table.shape[0] * self.num_kv_heads * item.splits * item.shape.rows for item in launches if item.splits > 1]
+        parts = [
+            item.table.shape[0] * self.num_kv_heads * item.splits * item.shape.rows for item in launches if item.splits > 1
+        ]
         if not parts:
             return TritonPlan(slots, tables, launches, None, None)
         part = torch.empty((max(parts), self.head_dim), dtype=torch.float32, device=self.device)
@@ -216,7 +226,7 @@ class TritonAttention(SdpaAttention):
         num_q: int,
     ) -> None:
         tokens, heads = x.shape[:2]
-        block = min(16, _power_of_two(heads))
+        block = min(16, power_of_two(heads))
         cos, sin = angles or (x, x)
         store_kernel[(tokens, -(-heads // block))](
             x,
@@ -229,7 +239,7 @@ class TritonAttention(SdpaAttention):
             NUM_Q=num_q,
             NUM_KV=self.num_kv_heads,
             HEAD_DIM=self.head_dim,
-            HALF=_power_of_two(self.head_dim // 2),
+            HALF=power_of_two(self.head_dim // 2),
             BLOCK_H=block,
             ROTATE=angles is not None,
             num_warps=4,
@@ -242,7 +252,7 @@ class TritonAttention(SdpaAttention):
             "NUM_KV": self.num_kv_heads,
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
-            "WIDTH": _power_of_two(self.head_dim),
+            "WIDTH": power_of_two(self.head_dim),
         }
         for tiles in plan.launches:
             count, shape = tiles.table.shape[0], tiles.shape
@@ -281,6 +291,6 @@ def _keys(tile: tuple[int, int, int, int]) -> int:
     return tile[2] + tile[1]
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
     """The smallest power of two that is not less than ``value``."""
     return 1 << max(0, value - 1).bit_length()

@@ -39,27 +39,23 @@ that holds NaN therefore has no influence (0 · NaN would be NaN), and nobody ha
 Heads whose size is no power of two (80, 96) are widened to 128 in registers by the same masks; nothing more is read.
 """
 
+# Triton reads the annotations of a kernel: only compile-time constants may have one.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
 
-# Annotations of kernel arguments: pointers and integers have no better type in Triton.
-Pointer = Any
-Integer = Any
-
 
 @triton.jit
 def store_kernel(
-    x_ptr: Pointer,
-    cos_ptr: Pointer,
-    sin_ptr: Pointer,
-    pool_ptr: Pointer,
-    slots_ptr: Pointer,
-    x_stride: Integer,
-    pool_stride: Integer,
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    pool_ptr,
+    slots_ptr,
+    x_stride,
+    pool_stride,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -99,17 +95,17 @@ def store_kernel(
 
 @triton.jit
 def attend_kernel(
-    q_ptr: Pointer,
-    kv_ptr: Pointer,
-    out_ptr: Pointer,
-    part_ptr: Pointer,
-    lse_ptr: Pointer,
-    tiles_ptr: Pointer,
-    tables_ptr: Pointer,
-    q_stride: Integer,
-    kv_stride: Integer,
-    table_stride: Integer,
-    scale: Any,
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    tiles_ptr,
+    tables_ptr,
+    q_stride,
+    kv_stride,
+    table_stride,
+    scale,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -185,10 +181,10 @@ def attend_kernel(
 
 @triton.jit
 def merge_kernel(
-    out_ptr: Pointer,
-    part_ptr: Pointer,
-    lse_ptr: Pointer,
-    tiles_ptr: Pointer,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    tiles_ptr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
