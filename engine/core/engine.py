@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import threading
 from array import array
@@ -355,13 +356,15 @@ class Engine:
             used, cached = self._kv.pool.num_referenced, self._kv.pool.num_cached
             running, seats = len(self._scheduler.running), self._scheduler.seats_taken
             for row in plan.rows:
-                if row.request.trace.first_scheduled < 0:
-                    row.request.trace.first_scheduled = start
+                trace = row.request.trace
+                if trace.first_scheduled < 0:
+                    trace.first_scheduled = start
+                trace.slow = trace.slow or slow
             events, self._events = self._events, []
             scheduled_at = self.clock.now()
             result, failure = self._execute(plan)
             end = self.clock.now()
-            rows = self._postprocess(plan, result, failure, end, slow)
+            rows = self._postprocess(plan, result, failure, end)
             index = self._steps
             self._steps += 1
             step = StepTrace(
@@ -392,6 +395,11 @@ class Engine:
             )
             return self._finish_step(step)
 
+    def flush_events(self) -> StepTrace | None:
+        """Record what happened since the last step without computing one: a paused lab's pictures stay true."""
+        with self._lock:
+            return self._idle_record(self.clock.now()) if self._events else None
+
     def _finish_step(self, step: StepTrace) -> StepTrace:
         self._events = []
         self._keyframe = self._snapshot() if self._steps % KEYFRAME_EVERY == 0 else None
@@ -402,12 +410,18 @@ class Engine:
     def _idle_step(self, start: float, plan: Plan) -> StepTrace:
         if self._scheduler.waiting:
             raise RuntimeError(f"nothing could be scheduled although {self._scheduler.waiting[0]} waits: {plan.blocked}")
+        return self._idle_record(start)
+
+    def _idle_record(self, start: float) -> StepTrace:
         pool = self._kv.pool
         step = StepTrace(
             index=self._steps,
             start=start,
             end=start,
             token_budget=self.config.token_budget,
+            seats=self._scheduler.seats_taken,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
             events=tuple(self._events),
             keyframe=self._keyframe,
             kv_used=pool.num_referenced,
@@ -427,7 +441,7 @@ class Engine:
             self._kv.return_scrub(batch.scrub)
             return StepResult([]), f"{type(error).__name__}: {error}"
 
-    def _postprocess(self, plan: Plan, result: StepResult, failure: str, now: float, slow: bool) -> tuple[Scheduled, ...]:
+    def _postprocess(self, plan: Plan, result: StepResult, failure: str, now: float) -> tuple[Scheduled, ...]:
         """Hand each sampled token to its request, offer full blocks to others, and end what is done."""
         failed = {row.request.request_id for row in plan.rows} if failure else result.nonfinite
         if failed:
@@ -446,7 +460,7 @@ class Engine:
                 if not failure:
                     if request.status is Status.RUNNING:
                         sampled[request.request_id] = tokens[position]
-                        self._append(request, tokens[position], logprobs[position] if logprobs else None, now, slow)
+                        self._append(request, tokens[position], logprobs[position] if logprobs else None, now)
                     position += 1
         get = sampled.get
         return tuple(
@@ -478,13 +492,11 @@ class Engine:
                 if hit and request.status is Status.RUNNING:
                     self._close(request, "error", error, scrub=True)
 
-    def _append(self, request: Request, token: int, logprobs: dict | None, now: float, slow: bool) -> None:
+    def _append(self, request: Request, token: int, logprobs: dict | None, now: float) -> None:
         request.token_ids.append(token)
         trace = request.trace
         trace.token_times.append(now)
         trace.token_steps.append(self._steps)
-        if slow:
-            trace.slow = True
         self._generated += 1
         if logprobs is not None:
             request.logprobs.append(logprobs)
@@ -493,7 +505,7 @@ class Engine:
         if request.decoder is not None:
             text, reason = take_text(request, token, reason)
         if self._listener:
-            top = tuple((t, lp.decoded_token, lp.logprob) for t, lp in (logprobs or {}).items())
+            top = tuple((t, lp.decoded_token, math.exp(lp.logprob)) for t, lp in (logprobs or {}).items())
             self._listener.token(
                 TokenEvent(request.request_id, request.num_output_tokens - 1, token, text, self._steps, top)
             )

@@ -262,6 +262,7 @@ class TraceLog:
         self._waiting: list[str] = []
         self._running: list[str] = []
         self._stats = EngineStats()
+        self._traffic: Any = None
         self._now = 0.0
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -288,6 +289,9 @@ class TraceLog:
                 self._token(token)
             for closed in update.closed:
                 self._close(closed)
+            traffic = getattr(update, "traffic", None)
+            if traffic is not None:
+                self._traffic = traffic
             if update.stats is not None:
                 self._stats = update.stats
                 self._reconcile()
@@ -482,6 +486,11 @@ class TraceLog:
     def stats(self) -> EngineStats:
         """Counters and gauges as last heard."""
         return self._stats
+
+    @property
+    def traffic(self) -> Any:
+        """How the newest workload of this generation stands (``TrafficReport``), or None."""
+        return self._traffic
 
     @property
     def now(self) -> float:

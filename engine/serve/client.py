@@ -41,6 +41,7 @@ from engine.serve.logfile import new_log, tail
 from engine.serve.protocol import (
     MAX_FRAME,
     Abort,
+    ChangeTraffic,
     CloseLab,
     Command,
     Control,
@@ -48,6 +49,7 @@ from engine.serve.protocol import (
     HostState,
     LabInfo,
     LabUpdate,
+    Lease,
     LoadModel,
     Message,
     OpenLab,
@@ -55,8 +57,10 @@ from engine.serve.protocol import (
     Reply,
     Send,
     Shutdown,
+    StartTraffic,
 )
 from engine.serve.transport import FrameError, recv_frame, send_frame, set_send_timeout
+from engine.workload.spec import WorkloadSpec
 
 LOGGER = logging.getLogger(__name__)
 TOKEN_VARIABLE = "INFERENCE_LAB_TOKEN"
@@ -273,6 +277,23 @@ class EngineClient:
             raise HostError(f"action={action!r} must be 'run', 'pause' or 'step'")
         command = Control(seq=0, lab=lab, action=action, steps=steps, rate=rate)  # type: ignore[arg-type]
         return msgspec.convert(self._ask(command, timeout), LabInfo)
+
+    def start_traffic(self, lab: str, spec: WorkloadSpec | dict[str, Any], *, timeout: float = 30.0) -> None:
+        """Run a workload on a lab; ``log(lab).traffic`` tells how it stands."""
+        plain = msgspec.to_builtins(spec) if isinstance(spec, msgspec.Struct) else spec
+        self._ask(StartTraffic(seq=0, lab=lab, spec=plain), timeout)
+
+    def change_traffic(self, lab: str, rate: float, *, timeout: float = 30.0) -> None:
+        """Change the rate of a lab's workload: requests a second, or a step."""
+        self._ask(ChangeTraffic(seq=0, lab=lab, rate=rate), timeout)
+
+    def stop_traffic(self, lab: str, *, timeout: float = 30.0) -> None:
+        """No more requests of the lab's workload; those under way run on."""
+        self._ask(ChangeTraffic(seq=0, lab=lab), timeout)
+
+    def lease(self, lab: str, on: bool, *, timeout: float = 30.0) -> list[str]:
+        """Give a lab the host for itself, or give it back; returns which other labs had work to do."""
+        return list(self._ask(Lease(seq=0, lab=lab, on=on), timeout))
 
     def _running(self) -> _Link:
         link = self._link

@@ -37,18 +37,21 @@ from engine.serve.outbox import Outbox
 from engine.serve.protocol import (
     MAX_FRAME,
     Abort,
+    ChangeTraffic,
     CloseLab,
     Command,
     Control,
     HostOptions,
     HostState,
     LabUpdate,
+    Lease,
     LoadModel,
     OpenLab,
     Reconfigure,
     Reply,
     Send,
     Shutdown,
+    StartTraffic,
 )
 from engine.serve.scripted import ScriptedModel, is_scripted
 from engine.serve.transport import FrameError, recv_frame, send_frame
@@ -219,6 +222,14 @@ class Host:
                 lab = labs.get(command.lab)
                 lab.control(command.action, command.steps, command.rate)
                 result = lab.info()
+            case StartTraffic():
+                labs.get(command.lab).start_traffic(command.spec)
+                result = None
+            case ChangeTraffic():
+                labs.get(command.lab).change_traffic(command.rate)
+                result = None
+            case Lease():
+                result = labs.lease(command.lab, command.on)
             case _:
                 raise RefusalError(f"this host doesn't know the command {type(command).__name__}")
         return result

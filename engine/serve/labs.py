@@ -25,11 +25,14 @@ from engine.core.runner import Runner
 from engine.core.sampling_params import SamplingParams
 from engine.core.trace import StepTrace
 from engine.serve.protocol import LabInfo, LabUpdate, ModelInfo, Send
+from engine.serve.traffic import Traffic
 
 MAX_COPIES = 64
 """Most copies of one ``Send``."""
 MAX_STEPS_ASKED = 100_000
 """Most single steps of one ``Control``."""
+MUTED_EVERY = 0.5
+"""Seconds between two updates of a lab that is being measured."""
 MIN_RATE, MAX_RATE = 0.01, 1000.0
 """Slow motion: steps a second."""
 CHARS_A_TOKEN = 8
@@ -106,6 +109,12 @@ class Lab:
         """Single steps still to be taken."""
         self.due = 0.0
         """When the next slow-motion step may start, ``time.monotonic`` seconds."""
+        self.traffic: Traffic | None = None
+        """The newest workload."""
+        self.muted = False
+        """Under a lease: updates are rare."""
+        self._workloads = 0
+        self._flushed = 0.0
         self.turns_seen = 0.0
         """The host's total step time when this lab last stepped or became ready."""
         self._post = post
@@ -113,6 +122,7 @@ class Lab:
 
     def _start(self, config: EngineConfig, runner: Runner, generation: int) -> None:
         self.config, self.runner, self.generation = config, runner, generation
+        self.traffic = None
         self.clock = PausableClock()
         self._opened: list[OpenedRequest] = []
         self._steps: list[StepTrace] = []
@@ -143,13 +153,21 @@ class Lab:
     def closed(self, event: ClosedRequest) -> None:
         """A request ended."""
         self._closed.append(event)
+        if self.traffic is not None:
+            self.traffic.closed(event, self.clock.now())
 
     def stepped(self, step: StepTrace) -> None:
         """A step is complete."""
         self._steps.append(step)
+        if self.traffic is not None:
+            self.traffic.stepped()
 
     def flush(self, *, info: bool = False, notice: str = "") -> None:
         """Post what happened since the last time, with fresh gauges."""
+        busy = self.engine.has_unfinished() and not (info or notice)
+        if self.muted and busy and time.monotonic() - self._flushed < MUTED_EVERY:
+            return
+        self._flushed = time.monotonic()
         update = LabUpdate(
             lab=self.name,
             generation=self.generation,
@@ -161,6 +179,7 @@ class Lab:
             stats=self.engine.stats(),
             now=self.clock.now(),
             notice=notice,
+            traffic=self.traffic.report() if self.traffic is not None else None,
         )
         self._opened, self._steps, self._tokens, self._closed = [], [], [], []
         self._post(update)
@@ -176,13 +195,17 @@ class Lab:
         """When the next step may start (``time.monotonic``, 0 for at once); None while there is nothing to do."""
         engine = self.engine
         ready: float | None = None
-        if engine.has_unfinished():
+        if engine.has_unfinished() or (self.steps_asked and self.traffic is not None):
             if self.steps_asked or (self.mode == "running" and self.rate is None):
                 ready = 0.0
             elif self.mode == "running":
                 ready = self.due
         elif engine.has_pending_events():
             ready = 0.0
+        elif self.traffic is not None and self.mode == "running":
+            if self.rate is not None:
+                self.clock.resume()  # nothing runs in slow motion, so the time until the next arrival passes as it is
+            ready = self.traffic.due_at(self.clock)
         return ready
 
     def step(self, turns: float) -> None:
@@ -194,6 +217,8 @@ class Lab:
             self.steps_asked -= 1
         if slow:
             self.clock.resume()
+        if self.traffic is not None:
+            self.traffic.feed(self.engine)
         self.engine.step(wait_time=wait, slow=slow)
         if slow:
             self.clock.pause()
@@ -213,7 +238,7 @@ class Lab:
         if action == "step":
             if not 1 <= steps <= MAX_STEPS_ASKED:
                 raise RefusalError(f"steps={steps} must be from 1 to {MAX_STEPS_ASKED:,}")
-            if not self.engine.has_unfinished():
+            if not self.engine.has_unfinished() and (self.traffic is None or self.traffic.due_at(self.clock) != 0.0):
                 raise RefusalError("there is nothing to step through: no request waits or runs. Send a prompt first")
             self.steps_asked += steps
             self.mode = "paused"
@@ -306,13 +331,37 @@ class Lab:
         stopped = self.engine.abort_all() if request_id is None else int(self.engine.abort(request_id))
         if not self.engine.has_unfinished():
             self.steps_asked = 0
+        self.engine.flush_events()
         self.flush()
         return stopped
+
+    # -- workloads -----------------------------------------------------------------------------------------------------
+
+    def start_traffic(self, spec: dict[str, Any]) -> None:
+        """Run a workload, in the place of the one that may be running."""
+        traffic = Traffic(spec, lambda text: self.model.encode(text, chat=False), self._workloads)
+        self._workloads += 1
+        if self.traffic is not None:
+            self.traffic.stop()
+        self.traffic = traffic
+        self.flush()
+
+    def change_traffic(self, rate: float | None) -> None:
+        """Change the rate of the workload, or end it."""
+        if self.traffic is None:
+            raise RefusalError("no workload runs in this lab: start one first")
+        if rate is None:
+            self.traffic.stop()
+        else:
+            self.traffic.set_rate(rate, self.engine)
+        self.flush()
 
     # -- ending and changing -------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """End all requests and report what that brought about."""
+        if self.traffic is not None:
+            self.traffic.stop()
         self.engine.abort_all()
         if self.engine.has_pending_events() and not self.engine.has_unfinished():
             self.engine.step(slow=self.slow)
@@ -344,6 +393,7 @@ class LabSet:
         """Names in the order of their turns."""
         self._turns = 0.0
         """Seconds spent in steps of all labs."""
+        self._leased: str | None = None
 
     def get(self, name: str) -> Lab:
         """The lab of this name.
@@ -386,6 +436,8 @@ class LabSet:
         if lab is None:
             return
         self._turn.remove(name)
+        if self._leased == name:
+            self._leased, lab.muted = None, False
         lab.stop()
         lab.flush(notice=notice)
         self.model.release(lab.runner)
@@ -451,7 +503,7 @@ class LabSet:
         now = time.monotonic()
         chosen: Lab | None = None
         soonest: float | None = None
-        for name in self._turn:
+        for name in self._turn if self._leased is None else (self._leased,):
             lab = self._labs[name]
             ready = lab.ready_at()
             if ready is not None and ready <= now:
@@ -461,6 +513,19 @@ class LabSet:
             if ready is not None:
                 soonest = ready if soonest is None else min(soonest, ready)
         return chosen, soonest
+
+    def lease(self, name: str, on: bool) -> list[str]:
+        """Give a lab the host for itself, or take it back; returns the other labs that have work to do."""
+        lab = self.get(name)
+        if not on:
+            if self._leased == name:
+                self._leased, lab.muted = None, False
+                lab.flush()
+            return []
+        if self._leased not in (None, name):
+            raise RefusalError("another experiment is being measured on this machine: try again when it is done")
+        self._leased, lab.muted = name, True
+        return [other for other in self._turn if other != name and self._labs[other].ready_at() is not None]
 
     def step(self, lab: Lab) -> None:
         """Let a lab take its turn; it goes to the end of the line. A lab whose engine breaks down gets a new one."""

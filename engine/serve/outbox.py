@@ -59,6 +59,7 @@ class _Pending:
         "stats",
         "steps",
         "tokens",
+        "traffic",
         "units",
     )
 
@@ -73,11 +74,13 @@ class _Pending:
         self.ends_left_out = 0
         self.notices: list[str] = []
         self.info, self.stats, self.now = update.info, update.stats, update.now
+        self.traffic = update.traffic
 
     def add(self, update: LabUpdate, limit: int) -> None:
         """Take in later news; let the oldest payload go where ``limit`` units are exceeded."""
         self.info = update.info or self.info
         self.stats = update.stats or self.stats
+        self.traffic = update.traffic or self.traffic
         self.now = max(self.now, update.now)
         if update.notice:
             self.notices.append(update.notice[:MAX_NOTICE])
@@ -142,6 +145,7 @@ class _Pending:
             tokens=list(self.tokens),
             closed=list(self.closed),
             stats=self.stats,
+            traffic=self.traffic,
             now=self.now,
             notice=" · ".join(notices)[-MAX_NOTICE:],
         )

@@ -21,6 +21,7 @@ import msgspec
 from engine.core.config import EngineConfig
 from engine.core.outputs import ClosedRequest, EngineStats, OpenedRequest, TokenEvent
 from engine.core.trace import StepTrace
+from engine.workload.driver import TrafficReport
 
 MAX_FRAME = 64 * 1024 * 1024
 """Bytes; a longer frame is refused and ends the connection."""
@@ -118,6 +119,8 @@ class LabUpdate(msgspec.Struct, tag=True, kw_only=True):
     """The lab's engine clock, seconds."""
     notice: str = ""
     """Something a person should read: a step failed, the lab was closed …"""
+    traffic: TrafficReport | None = None
+    """How the newest workload of the lab stands; None: there was none, or nothing changed."""
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
@@ -203,11 +206,46 @@ class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rate: float | None = None
 
 
+class StartTraffic(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run a workload on a lab, in the place of one that may be running there. Reply: None.
+
+    Latency counts from when a request was due. The report comes with the lab's updates.
+    """
+
+    seq: int
+    lab: str
+    spec: dict[str, Any]
+    """A ``WorkloadSpec`` as plain data."""
+
+
+class ChangeTraffic(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Change the rate of a lab's workload, or end it (``rate`` None): requests under way run on. Reply: None."""
+
+    seq: int
+    lab: str
+    rate: float | None = None
+    """Requests a second, or a step."""
+
+
+class Lease(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Give a lab the host for itself (``on``) or give it back: no other lab steps; updates come twice a second only.
+
+    An experiment measures under a lease. A second lab's lease is refused. It ends with its lab. Reply: names of the labs
+    that had work to do when it began.
+    """
+
+    seq: int
+    lab: str
+    on: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """End the process after replying None."""
 
     seq: int
 
 
-Command = LoadModel | OpenLab | CloseLab | Reconfigure | Send | Abort | Control | Shutdown
+Command = (
+    LoadModel | OpenLab | CloseLab | Reconfigure | Send | Abort | Control | StartTraffic | ChangeTraffic | Lease | Shutdown
+)
 Message = Reply | HostState | LabUpdate
