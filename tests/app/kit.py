@@ -77,7 +77,8 @@ def call(
     payload = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
     target, _, query = path.partition("?")
     scope = {
-        "type": "http", "http_version": "1.1", "method": method, "path": target, "raw_path": target.encode(), "root_path": "",
+        "type": "http", "http_version": "1.1", "method": method, "path": target, "raw_path": target.encode(),
+        "root_path": "",
         "query_string": query.encode(), "scheme": "http", "server": ("lab.test", 80), "client": ("test", 1),
         "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
     }  # fmt: skip

@@ -49,6 +49,7 @@ class View {
     this.onScheme = () => setTimeout(() => this.retheme(), 150);
     this.scheme.addEventListener("change", this.onScheme);
     this.measure();
+    setTimeout(this.onSize, 600);
     this.connect();
   }
 
@@ -62,7 +63,11 @@ class View {
   }
 
   measure() {
-    this.root.style.setProperty("--lab-top", Math.round(this.root.getBoundingClientRect().top + window.scrollY) + "px");
+    this.root.style.setProperty("--lab-top", Math.max(0, Math.round(this.root.offsetTop)) + "px");
+    const links = [...document.querySelectorAll("header.stAppHeader :is(a, button)")].map((link) => link.getBoundingClientRect());
+    const wide = window.innerWidth >= 1100;
+    const right = Math.max(0, ...links.filter((box) => box.width).map((box) => box.right));
+    this.root.style.setProperty("--lab-nav", Math.round(right && wide ? Math.max(0, right - 118) : right) + "px");
   }
 
   retheme() {
