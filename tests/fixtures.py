@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,25 +64,21 @@ def make_rand(
 ) -> Path:
     """Save a RAND checkpoint with a TOKB tokenizer. Keyword arguments override its transformers configuration.
 
-    ``spread``: draw every parameter (biases and norms too) anew with this spread instead of transformers' own initialisation.
+    ``spread``: draw every parameter (biases and norms too) anew with this spread.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    kinds: dict[str, tuple[Any, Any]] = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "mistral": (MistralConfig, MistralForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
+    family = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[architecture]
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForCausalLM")
     settings = {
         "vocab_size": VOCAB, "hidden_size": 16 * heads, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16, "initializer_range": 0.2,
-        "max_position_embeddings": 512, "tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": eos, "pad_token_id": None,
+        "max_position_embeddings": 512, "tie_word_embeddings": tied, "bos_token_id": None, "eos_token_id": eos,
+        "pad_token_id": None,
     }  # fmt: skip
     if architecture == "mistral":
         settings["sliding_window"] = None
-    config_class, model_class = kinds[architecture]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**settings, **config})).float()
     if spread is not None:
@@ -141,7 +138,7 @@ def make_chain(
 def chain_of(tokens: Sequence[int]) -> dict[int, int]:
     """The map that makes each token follow the one before it; no token may come twice with two successors."""
     result: dict[int, int] = {}
-    for a, b in zip(tokens, tokens[1:], strict=False):
+    for a, b in pairwise(tokens):
         assert result.setdefault(a, b) == b, f"token {a} would need two successors"
     return result
 

@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from engine.model.errors import ModelError
 
 if TYPE_CHECKING:
@@ -63,16 +65,17 @@ def convert(gguf: Path, folder: Path, progress: Progress) -> None:
         progress(f"{first}: weights", 0.4)
         packing = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, quantization_config=packing)
-    except OSError:
-        raise
     except Exception as error:
         raise ModelError(
             f"{gguf} can't be converted ({type(error).__name__}: {error}); give a safetensors checkpoint"
         ) from None
     progress(f"{first}: writing the copy", 0.8)
-    tokenizer.save_pretrained(str(folder))
-    model.save_pretrained(str(folder))
-    repair_tokenizer(folder / "tokenizer.json", pre)
+    try:
+        tokenizer.save_pretrained(str(folder))
+        model.save_pretrained(str(folder))
+        repair_tokenizer(folder / "tokenizer.json", pre)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
     progress(first, 1.0)
 
 

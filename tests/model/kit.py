@@ -52,10 +52,8 @@ def chunked_logits(
     model: LoadedModel, attention: SdpaAttention, ids: list[int], table: list[int], chunk: int, context: int = 0
 ) -> torch.Tensor:
     """Logits of ``ids[context:]``, computed ``chunk`` tokens a step."""
-    rows = []
-    for start in range(context, len(ids), chunk):
-        rows.append(packed_logits(model, attention, [(ids[start : start + chunk], start, table)]))
-    return torch.cat(rows)
+    starts = range(context, len(ids), chunk)
+    return torch.cat([packed_logits(model, attention, [(ids[start : start + chunk], start, table)]) for start in starts])
 
 
 def make_request(name: str = "a", prompt: list[int] | None = None, output: tuple[int, ...] = (), **params) -> Request:

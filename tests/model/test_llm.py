@@ -27,9 +27,15 @@ def test_every_form_of_prompt(tiny):
 def test_tokens_equal_the_oracle_through_small_pools_and_budgets(rand, rand_dir):
     prompts = [[(7 * i + j * j) % 256 for j in range(11 + 5 * i)] for i in range(5)]
     expected = [oracle(rand_dir, prompt, 12) for prompt in prompts]
-    for config in ({}, {"num_kv_blocks": 7, "block_size": 8, "max_model_len": 56}, {"max_num_batched_tokens": 7, "max_num_seqs": 3},
-                   {"use_kv_cache": False, "max_num_batched_tokens": 512}, {"batching": "static", "max_num_seqs": 2},
-                   {"kv_layout": "contiguous", "reserve": "request"}):  # fmt: skip
+    configs = [
+        {},
+        {"num_kv_blocks": 7, "block_size": 8, "max_model_len": 56},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+        {"use_kv_cache": False, "max_num_batched_tokens": 512},
+        {"batching": "static", "max_num_seqs": 2},
+        {"kv_layout": "contiguous", "reserve": "request"},
+    ]
+    for config in configs:
         llm = make(rand, **config)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
         for output, (tokens, gaps) in zip(outputs, expected, strict=True):

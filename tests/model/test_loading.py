@@ -177,7 +177,7 @@ def test_devices_and_dtypes(rand_dir):
     for device in ("tpu", "cuda:x", "cpu:0:1"):
         with pytest.raises(ModelError, match="not supported"):
             load_model(rand_dir, device=device)
-    with pytest.raises(ModelError, match="sees .* CUDA devices"):
+    with pytest.raises(ModelError, match=r"sees .* CUDA devices"):
         load_model(rand_dir, device="cuda:99")
     with pytest.raises(ModelError, match="dtype='int8'"):
         load_model(rand_dir, dtype="int8")
@@ -218,7 +218,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(engine.model.gguf, "convert", convert)
-    with pytest.raises(ModelError, match="No space left.*MiB are free.*INFERENCE_LAB_CACHE"):
+    with pytest.raises(ModelError, match=r"No space left.*MiB are free.*INFERENCE_LAB_CACHE"):
         checkpoint_module.converted(gguf)
     assert list((tmp_path / "cache").iterdir()) == []
     first = checkpoint_module.converted(gguf)
@@ -247,7 +247,10 @@ def test_bos_follows_the_settings(rand_dir, tmp_path):
 
 def test_templates():
     raw = make_tokb()
-    template = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}[{{ m['content'] }}]{% endfor %}{{ eos_token }}"
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "[{{ m['content'] }}]{% endfor %}{{ eos_token }}"
+    )
     tokenizer = Tokenizer(raw, special={"eos_token": "</s>"}, chat_template=template)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "é"}]) == "[é]</s>"
     with pytest.raises(ModelError, match="no tools"):

@@ -80,7 +80,7 @@ def test_frequencies_follow_the_distribution():
 
 def test_uniform_is_stateless_and_spread():
     values = [uniform(seed, sample, n) for seed in range(20) for sample in range(5) for n in range(20)]
-    assert len(set(values)) == len(values) and 0 <= min(values) and max(values) < 1
+    assert len(set(values)) == len(values) and min(values) >= 0 and max(values) < 1
     assert abs(np.mean(values) - 0.5) < 0.03 and abs(np.var(values) - 1 / 12) < 0.01
     assert uniform(7, 1, 3) == uniform(7, 1, 3)
     assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)

@@ -1,5 +1,7 @@
 """The embedded model: its tokenizer's ids, and greedy tokens equal to transformers'."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -33,8 +35,8 @@ def reference(smollm2):
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     out = model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS, pad_token_id=0, eos_token_id=None,
-        output_logits=True, return_dict_in_generate=True,
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS, pad_token_id=0,
+        eos_token_id=None, output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     top = torch.stack(out.logits, 1).topk(2).values
     return prompts, out.sequences[:, width:].tolist(), (top[..., 0] - top[..., 1]).tolist()
@@ -106,7 +108,7 @@ def merged(tokenizer, word: str) -> list[int]:
     ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
     parts = list(word)
     while True:
-        pairs = [(ranks.get(pair, 1 << 30), i) for i, pair in enumerate(zip(parts, parts[1:], strict=False))]
+        pairs = [(ranks.get(pair, 1 << 30), i) for i, pair in enumerate(pairwise(parts))]
         best = min(pairs, default=(1 << 30, 0))
         if best[0] == 1 << 30:
             return [model["vocab"][part] for part in parts]

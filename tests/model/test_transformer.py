@@ -67,7 +67,7 @@ def test_a_prefix_computed_by_another_sequence_can_be_read(shape, cached):
     model, expected = shape
     attention = make_attention(model)
     packed_logits(model, attention, [(IDS[:cached], 0, [7, 3, 9])])
-    table = [7, 3, 9][: cached // 16] + [20, 21, 22, 23, 24]
+    table = [*[7, 3, 9][: cached // 16], 20, 21, 22, 23, 24]
     logits = chunked_logits(model, attention, IDS, table, 11, context=cached)
     assert (logits - expected[cached:]).abs().max() < 1e-4
 
