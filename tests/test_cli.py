@@ -1,10 +1,12 @@
 """The command line as a person meets it: each test runs the real program."""
 
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,49 +87,74 @@ def test_a_port_in_use_is_named_with_the_way_out():
     assert "--port" in line
 
 
-def test_generate_streams_the_same_text_again_with_the_same_seed():
-    first = run(
-        "generate", "hello", "--model", "tiny", "--device", "cpu", "--max-tokens", "12", "--seed", "3", "--ignore-eos"
-    )
-    again = run(
-        "generate", "hello", "--model", "tiny", "--device", "cpu", "--max-tokens", "12", "--seed", "3", "--ignore-eos"
-    )
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == again.stdout
-    assert first.stdout.strip()
-    assert first.stderr == ""
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process: (exit code, what it printed, what it complained)."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the command settles threads for its own process
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = cli.main(arguments)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
 
 
-def test_generate_prints_what_the_library_gives():
+TINY = ("--model", "tiny", "--device", "cpu", "--ignore-eos")
+
+
+def test_the_program_generates():
+    done = run("generate", "hello", *TINY, "--max-tokens", "8", "--stats")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "8 output tokens" in done.stderr
+
+
+def test_a_seed_makes_the_text_repeatable(terminal):
+    texts = [
+        terminal("generate", "hello", *TINY, "--max-tokens", "12", "--temperature", "1", "--seed", seed)[1] for seed in "334"
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_prints_what_the_library_gives(terminal):
     from engine import LLM, SamplingParams
 
-    done = run(
-        "generate", "hello there", "--model", "tiny", "--raw", "--temperature", "0", "--max-tokens", "10", "--device", "cpu"
-    )
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     llm = LLM("tiny", device="cpu")
-    output = llm.generate("hello there", SamplingParams(temperature=0, top_p=0.95, max_tokens=10))[0]
-    assert done.stdout == output.outputs[0].text + "\n"
+    raw = llm.generate("hello there", params)[0].outputs[0].text
+    chat = llm.chat([{"role": "user", "content": "hello there"}], params)[0].outputs[0].text
+    options = (*TINY, "--temperature", "0", "--max-tokens", "10")
+    assert terminal("generate", "hello there", "--raw", *options) == (0, raw + "\n", "")
+    assert terminal("generate", "hello there", *options) == (0, chat + "\n", "")
+    assert raw != chat
 
 
-def test_stats_name_each_latency_and_the_counts():
-    done = run("generate", "hello", "--model", "tiny", "--max-tokens", "8", "--ignore-eos", "--stats", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    for name in ("prompt", "8 output tokens", "TTFT", "TPOT", "E2E", "tokens/s"):
-        assert name in done.stderr
+def test_text_appears_as_it_is_made(monkeypatch, terminal):
+    pieces: list[str] = []
+    monkeypatch.setattr(cli.Printer, "_write", lambda self, text: pieces.append(text))
+    terminal("generate", "hello", *TINY, "--max-tokens", "16", "--temperature", "0")
+    assert sum(bool(piece) for piece in pieces) > 4
 
 
-def test_the_prompt_can_come_from_standard_input():
-    options = ("--model", "tiny", "--max-tokens", "8", "--device", "cpu", "--ignore-eos", "--temperature", "0")
-    typed = run("generate", "hello", *options)
-    piped = run("generate", "-", *options, stdin="hello")
-    assert piped.returncode == 0, piped.stderr
-    assert piped.stdout == typed.stdout != run("generate", "-", *options, stdin="another prompt").stdout
+def test_stats_name_each_latency_and_the_counts(terminal):
+    _, _, said = terminal("generate", "hello", *TINY, "--max-tokens", "8", "--stats")
+    for name in ("prompt tokens", "8 output tokens", "TTFT", "TPOT", "E2E", "tokens/s", "ended: length"):
+        assert name in said
+
+
+def test_the_prompt_can_come_from_standard_input(terminal):
+    options = (*TINY, "--max-tokens", "8", "--temperature", "0")
+    typed = terminal("generate", "hello", *options)
+    assert terminal("generate", "-", *options, stdin="hello") == typed
+    assert terminal("generate", "-", *options, stdin="another prompt") != typed
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", ""], "empty"),
+        (["generate", " "], "empty"),
         (["generate", "hello", "--temperature", "-1"], "temperature=-1"),
         (["generate", "hello", "--top-p", "1.5"], "top_p=1.5"),
         (["generate", "hello", "--model", "no/such/folder/here"], "no/such/folder/here"),
@@ -135,5 +162,8 @@ def test_the_prompt_can_come_from_standard_input():
         (["generate", "hello", "--model", "tiny", "--device", "cuda:99"], "cuda"),
     ],
 )
-def test_what_cannot_work_is_one_clear_line(arguments, said):
-    assert said in refused(*arguments)
+def test_what_cannot_work_is_one_clear_line(arguments, said, terminal):
+    code, printed, complained = terminal(*arguments)
+    assert (code, printed) == (2, "")
+    assert said in complained
+    assert complained.count("\n") == 1
