@@ -204,13 +204,14 @@ class BlockPool:
         return None
 
     def longest_partial_match(self, tokens: Sequence[int], parent: ContentId, look_at: int = 64) -> int:
-        """How many of ``tokens`` some cached block after ``parent`` starts with: shared text too short to be a block."""
+        """How many of ``tokens`` (at least one) some cached block after ``parent`` starts with: shared text too short to be a block."""
         best = 0
         for _, block in zip(range(look_at), self._children.get(parent, ()), strict=False):
-            common = 0
-            for ours, theirs in zip(tokens, self._known[block].tokens, strict=False):
-                if ours != theirs:
-                    break
+            theirs = self._known[block].tokens
+            if theirs[0] != tokens[0]:
+                continue  # most blocks leave here
+            common = 1
+            while common < min(len(tokens), len(theirs)) and tokens[common] == theirs[common]:
                 common += 1
             best = max(best, common)
         return best

@@ -62,7 +62,7 @@ class KVCache(Protocol):
         """Start the request's table with ``hits``."""
         ...
 
-    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+    def grow(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]] | None:
         """Make room for the next ``num_tokens`` positions; block copies to make first, or None when there is no room."""
         ...
 
@@ -179,13 +179,13 @@ class PagedKVCache:
         if hits:
             self._record(Event("hit", request.request_id, tuple(hits)))
 
-    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+    def grow(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]] | None:
         """Blocks are taken only for what this step writes; a shared last block is copied first."""
         table = request.block_table
         missing = -(-(request.num_computed_tokens + num_tokens) // self._block_size) - len(table)
         shared_at = self._shared_block(request) if request.shared else -1
         if missing <= 0 and shared_at < 0:
-            return []
+            return ()
         missing = max(missing, 0)
         if missing + (shared_at >= 0) > self.pool.num_available:
             return None
@@ -348,9 +348,9 @@ class ContiguousKVCache:
         request.num_computed_tokens = 0
         self._record(Event("alloc", request.request_id, tuple(blocks)))
 
-    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+    def grow(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]] | None:
         """Everything was reserved at admission."""
-        return []
+        return ()
 
     def fork(self, parent: Request, child: Request) -> None:
         """Refused when the request is added."""
@@ -443,9 +443,9 @@ class NoKVCache:
     def admit(self, request: Request, hits: list[int]) -> None:
         """Nothing to reserve."""
 
-    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+    def grow(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]] | None:
         """Nothing to reserve."""
-        return []
+        return ()
 
     def fork(self, parent: Request, child: Request) -> None:
         """Refused when the request is added."""

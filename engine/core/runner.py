@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from engine.core.clock import Clock, VirtualClock
 from engine.core.outputs import Logprob
 from engine.core.request import Request
 
 
-@dataclass(slots=True)
-class Work:
+class Work(msgspec.Struct, gc=False):
     """``num_tokens`` consecutive positions of one sequence, computed in this step.
 
     ::

@@ -16,8 +16,10 @@ step hands out ``max_num_batched_tokens`` of them::
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.core.config import EngineConfig
 from engine.core.kv_cache import KVCache
@@ -26,8 +28,7 @@ from engine.core.runner import StepBatch, Work
 from engine.core.trace import Blocked, Event, Kind, Preemption
 
 
-@dataclass(slots=True)
-class Row:
+class Row(msgspec.Struct, gc=False):
     """One line of the plan: what becomes a ``Scheduled`` record once its token is known."""
 
     request: Request
@@ -51,7 +52,7 @@ class Plan:
     blocked: Blocked | None = None
     cached: dict[str, int] = field(default_factory=dict)
     """Prefix-cache tokens of requests admitted in this step."""
-    decided: dict[str, tuple[Request, int, list[tuple[int, int]]]] = field(default_factory=dict)
+    decided: dict[str, tuple[Request, int, Sequence[tuple[int, int]]]] = field(default_factory=dict)
     """The dict that is the decision: request_id → (request, num_scheduled_tokens, copies it needs)."""
 
     def batch(self, index: int, scrub: list[int]) -> StepBatch:
