@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -568,11 +568,15 @@ class TraceLog:
             ]
             return sorted(found, key=lambda trace: trace.number)
 
-    def snapshot(self, last_steps: int = 64, max_finished: int = 64) -> LogSnapshot:
-        """Everything at one moment: the newest ``last_steps`` steps, all live and the newest ``max_finished`` requests."""
+    def snapshot(self, last_steps: int = 64, max_finished: int = 64, upto: int | None = None) -> LogSnapshot:
+        """Everything at one moment: the newest ``last_steps`` steps, all live and the newest ``max_finished`` requests.
+
+        With ``upto`` the finished requests are those that a look back to that step needs (``present_at``); they are still
+        shown as they are now (``engine.observe.runlog.view_at`` shows one as it was).
+        """
         with self._lock:
-            recent = [self._finished[-i] for i in range(min(max_finished, len(self._finished)), 0, -1)]
-            entries = [*(self._entries[request_id] for request_id in recent), *self._live.values()]
+            recent = self._finished_near(upto, max_finished)
+            entries = [*recent, *self._live.values()]
             views = sorted((entry.look() for entry in entries), key=lambda view: view.trace.number)
             start = max(self._gone, len(self._steps) - last_steps) if last_steps > 0 else len(self._steps)
             return LogSnapshot(
@@ -590,6 +594,14 @@ class TraceLog:
                 notices=tuple(self._notices),
             )
 
+    def _finished_near(self, upto: int | None, most: int) -> list[_Entry]:
+        step = self.step(upto) if upto is not None else None
+        if step is None:
+            return [self._entries[self._finished[-i]] for i in range(min(most, len(self._finished)), 0, -1)]
+        finished = {request_id: self._entries[request_id] for request_id in self._finished}
+        chosen = present_at({name: entry.trace for name, entry in finished.items()}, step.end, most)
+        return [finished[request_id] for request_id in chosen]
+
     def wait(self, version: int, timeout: float | None = None) -> int:
         """Block until the log is newer than ``version`` or ``timeout`` seconds have passed; returns its version."""
         with self._lock:
@@ -600,6 +612,21 @@ class TraceLog:
         """Block until ``condition(log)`` holds, looking at every change; False after ``timeout`` seconds without."""
         with self._lock:
             return self._changed.wait_for(lambda: condition(self), timeout)
+
+
+def present_at(finished: Mapping[str, RequestTrace], moment: float, most: int) -> list[str]:
+    """Which finished requests a look back to engine time ``moment`` needs: those under way then, and the last ended before.
+
+    Args:
+        finished: traces by id, in the order in which they ended.
+        moment: seconds of the engine's clock.
+        most: how many at most.
+    """
+    arrived = [(name, trace) for name, trace in finished.items() if trace.queued <= moment]
+    under_way = [name for name, trace in arrived if trace.finished > moment]
+    ended = [name for name, trace in arrived if trace.finished <= moment]
+    room = max(0, most - len(under_way))
+    return [*(ended[-room:] if room else []), *under_way[:most]]
 
 
 def _copy(trace: RequestTrace) -> RequestTrace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 from engine.core.config import EngineConfig
 from engine.core.outputs import ClosedRequest, EngineStats, OpenedRequest
 from engine.core.trace import RequestTrace, StepTrace
-from engine.observe.log import LogSnapshot, RequestView
+from engine.observe.log import LogSnapshot, RequestView, present_at
 from engine.observe.runfile import RunReader
 
 
@@ -87,11 +88,12 @@ class RunLog:
         last = self.next_index - 1 if upto is None else min(upto, self.next_index - 1)
         steps = self.steps(max(self.first_index, last - last_steps + 1), last) if last_steps > 0 and last >= 0 else []
         until = steps[-1].end if steps else self.now
-        present = [event for event in self._order if event.trace.queued <= until or upto is None]
-        ended = [e for e in present if self._ended(e.trace.request_id, until)]
-        shown = {id(event) for event in (ended[-max_finished:] if max_finished else [])}
-        ended_ids = {id(event) for event in ended}
-        views = [self._view(e, with_tokens=True) for e in present if id(e) in shown or id(e) not in ended_ids]
+        chosen = set(present_at({name: event.trace for name, event in self._closed.items()}, until, max_finished))
+        never_closed = {
+            name for name, event in self._opened.items() if name not in self._closed and event.trace.queued <= until
+        }
+        shown = [event for event in self._order if event.trace.request_id in chosen | never_closed]
+        views = [self._view(event, with_tokens=True) for event in shown]
         return LogSnapshot(
             version=1,
             generation=1,
@@ -106,10 +108,6 @@ class RunLog:
             running=(),
             notices=(),
         )
-
-    def _ended(self, request_id: str, until: float) -> bool:
-        closed = self._closed.get(request_id)
-        return closed is not None and closed.trace.finished <= until
 
     def _view(self, opened: OpenedRequest, *, with_tokens: bool) -> RequestView:
         closed = self._closed.get(opened.trace.request_id)
@@ -128,14 +126,13 @@ class RunLog:
         )
 
 
-def view_at(view: RequestView, step: StepTrace) -> RequestView:
-    """A request as it stood after ``step``: later tokens, text and its end are cut off."""
-    trace = view.trace
-    known = sum(1 for index in trace.token_steps if index <= step.index)
-    ended = trace.finished >= 0 and trace.finished <= step.end
+def trace_at(trace: RequestTrace, step: StepTrace) -> RequestTrace:
+    """A request's trace as it stood after ``step``: later tokens and its end are cut off."""
+    known = bisect_right(trace.token_steps, step.index)
+    ended = 0 <= trace.finished <= step.end
     if known == len(trace.token_steps) and (ended or trace.finished < 0):
-        return view
-    cut = msgspec.structs.replace(
+        return trace
+    return msgspec.structs.replace(
         trace,
         token_times=trace.token_times[:known],
         token_steps=trace.token_steps[:known],
@@ -145,6 +142,14 @@ def view_at(view: RequestView, step: StepTrace) -> RequestView:
         stop_reason=trace.stop_reason if ended else None,
         error=trace.error if ended else "",
     )
+
+
+def view_at(view: RequestView, step: StepTrace) -> RequestView:
+    """A request as it stood after ``step``: later tokens, text and its end are cut off."""
+    cut = trace_at(view.trace, step)
+    if cut is view.trace:
+        return view
+    ended = cut.finished >= 0
     tokens = tuple(token for token in view.tokens if token.step <= step.index)
     text = view.text if ended else "".join(token.text for token in tokens)
     return msgspec.structs.replace(view, trace=cut, tokens=tokens, text=text, closed=ended)
