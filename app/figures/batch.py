@@ -116,7 +116,7 @@ def batch_figure(
         ends = {"x0": 0, "x1": 1, "y0": place(budget), "y1": place(budget)}
         shapes.append({"type": "line", "name": "budget", "xref": "paper", "yref": "y", **ends, "line": line})
         notes.append(
-            note(theme, f"token budget {budget:,}", 1, place(budget), yref="y", yanchor="bottom", bgcolor="rgba(0,0,0,0)")
+            note(theme, f"token budget {budget:,}", 1, place(budget), yref="y", yanchor="top", bgcolor="rgba(0,0,0,0)")
         )
     else:
         notes.append(note(theme, f"scale 0–{top:,} tokens; the budget, {budget:,}, lies above it"))

@@ -111,7 +111,7 @@ def _colours(theme: Theme) -> list[str]:
     """Levels: free, cached, the hues, the hues stepped back behind a selection."""
     free = mix(theme.muted, theme.paper, 0.07)
     cached = mix(theme.muted, theme.paper, 0.25)
-    return [free, cached, *theme.hues, *(mix(hue, theme.paper, 0.3) for hue in theme.hues)]
+    return [free, cached, *theme.hues, *(mix(hue, theme.paper, 0.4) for hue in theme.hues)]
 
 
 def _level(view: PoolView, block: int, selected: int | None, hues: int) -> int | None:

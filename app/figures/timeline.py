@@ -11,12 +11,12 @@ from app.figures.pool import steps as flat_steps
 from app.figures.template import Figure, axis, layout, vertical_line
 from engine.core.trace import RequestTrace, StepTrace, letter
 
-ROWS = 10
-"""Requests that a frame shows."""
+ROWS = (8, 16)
+"""Rows of the frame: the first number, or the second once more requests are alive."""
 ENDS = {"stop": "ends by itself", "length": "reaches its token limit", "abort": "is stopped", "error": "fails"}
 
 
-def choose(requests: Sequence[RequestTrace], shown: Sequence[StepTrace], rows: int = ROWS) -> list[RequestTrace]:
+def choose(requests: Sequence[RequestTrace], shown: Sequence[StepTrace], rows: int = ROWS[1]) -> list[RequestTrace]:
     """At most ``rows`` requests to draw: those alive in the shown steps, the newest when there are too many."""
     begin = shown[0].start if shown else 0.0
     alive = [r for r in requests if r.finished < 0 or r.finished >= begin]
@@ -30,9 +30,10 @@ def timeline_figure(
     theme: Theme,
     cursor: int | None = None,
     selected: int | None = None,
-    rows: int = ROWS,
+    rows: int | None = None,
 ) -> Figure:
     """A heatmap with one row a request and one column a step, and a few marker traces on top."""
+    rows = rows or next((n for n in ROWS if len(requests) <= n), len(requests))
     row_of = {request.request_id: row for row, request in enumerate(requests)}
     hues = len(theme.hues)
     levels = _levels(theme)

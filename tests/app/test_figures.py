@@ -229,7 +229,7 @@ def test_a_timeline_tells_a_life(busy: Recorded):
     life, ids = trace(found["figure"], "life"), found["ids"]
     assert life["z"][ids.index(busy.log.traces()[2].request_id)][0] == 0, "C waits in the first step"
     assert sorted(trace(found["figure"], "finish")["y"]) == [0, 1, 2]
-    assert len(life["z"]) == 10
+    assert len(life["z"]) == 8
 
 
 def test_past_and_live_agree_on_a_step(busy: Recorded):

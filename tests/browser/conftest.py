@@ -136,4 +136,5 @@ def picture(page: Page, name: str) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=OUT / f"{name}.png")
     if os.environ.get("INFERENCE_LAB_SCREENSHOTS"):
+        ASSETS.mkdir(exist_ok=True)
         shutil.copy(OUT / f"{name}.png", ASSETS / f"{name}.png")

@@ -57,18 +57,19 @@ def test_a_first_visit_four_prompts_share_the_engine(visit: Open):
     for part in (".lab-device", ".lab-dtype", ".lab-threads", ".lab-omp"):
         expect(page.locator(part)).not_to_be_empty()
     assert read(page, "f.batch.data.every(t => t.x.length === 0)")
+    page.select_option("select[aria-label='Scale of the batch']", "root")
+    wait(page, "f.batch.layout.yaxis.title.text.includes('√')")
     page.fill("#lab-max_tokens", "48")
     page.click(".lab-hero .lab-big >> visible=true")
     wait(page, "s.requests.length === 4 && s.requests.every(r => r.state === 'decode')")
     expect(hero).to_be_hidden()
+    assert kinds(page) >= {"prefill", "decode"}
+    wait(page, "new Set(f.pool.data[0].z.flat().filter(v => v !== null && v > 1)).size === 4")
     assert owners(page) == {0, 1, 2, 3}
     assert len(read(page, "s.tables")) == 4
-    wait(page, "s.requests.every(r => r.tokens > 16)")
+    wait(page, "s.requests.every(r => r.tokens > 6)")
     page.click(".lab-request[data-id] .lab-choose >> nth=0")
-    wait(page, "s.focus && s.focus.tokens.length > 16")
-    page.select_option("select[aria-label='Scale of the batch']", "root")
-    wait(page, "f.batch.layout.yaxis.title.text.includes('√')")
-    assert kinds(page) >= {"prefill", "decode"}
+    wait(page, "s.focus && s.focus.tokens.length > 6")
     page.wait_for_timeout(500)
     picture(page, "lab")
     for name in ("batch", "timeline", "pool"):

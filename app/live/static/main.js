@@ -449,7 +449,7 @@ class View {
 }
 
 export function sentence(text) {
-  const first = text.charAt(0).toUpperCase() + text.slice(1);
+  const first = /^[a-z]+\b(?![_=])/.test(text) ? text.charAt(0).toUpperCase() + text.slice(1) : text;
   return /[.:?]$/.test(first) ? first : first + ".";
 }
 
