@@ -21,6 +21,5 @@ def test_in_a_process_of_its_own(name):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(FOLDER / name), "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    print(done.stdout[-6000:], done.stderr[-2000:])
-    assert done.returncode == 0, f"{name}: see the output above"
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

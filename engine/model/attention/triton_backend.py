@@ -1,4 +1,4 @@
-"""Paged attention in Triton, for NVIDIA GPUs. The kernels and their pictures are in ``triton_kernels``; this is the host side.
+"""Paged attention in Triton, for NVIDIA GPUs: the host side. The kernels and their pictures are in ``triton_kernels``.
 
 A step is planned once and the plan serves all layers::
 
@@ -71,15 +71,15 @@ def narrow_shape(dtype: torch.dtype, group: int) -> TileShape:
     return TileShape(rows, 16, 4, 2) if dtype == torch.float32 else TileShape(rows, 64, 4, 5)
 
 
-def wide_shape(dtype: torch.dtype, group: int) -> TileShape:
+def wide_shape(dtype: torch.dtype, group: int, hopper: bool) -> TileShape:
     """Tiles for prefills: many rows, so that K and V are read seldom.
 
-    As large as leaves the accumulators in registers and the tiles in 99 KiB of shared memory for heads of 64 to 128 on
-    compute capabilities 8.0 and 9.0; tests/triton/test_compile.py holds them to it.
+    As large as leaves the accumulators in registers and the tiles in 99 KiB of shared memory, for heads of 64 to 128;
+    tests/triton/test_compile.py holds them to it. Hopper's matrix units take larger operands from shared memory.
     """
     if dtype == torch.float32:
-        return TileShape(max(32, power_of_two(group)), 16, 4, 2)
-    return TileShape(max(128, power_of_two(group)), 64, 8, 3)
+        return TileShape(max(32, power_of_two(group)), 16, 4, 3)
+    return TileShape(max(128, power_of_two(group)), 64 if hopper else 32, 8, 3 if hopper else 5)
 
 
 def choose_splits(tiles: int, num_kv_heads: int, longest: int, processors: int, least: int) -> int:
@@ -120,7 +120,7 @@ class TritonAttention(SdpaAttention):
         device: torch.device,
         processors: int | None = None,
     ) -> None:
-        """See ``SdpaAttention``. ``processors``: of the GPU, asked from the driver by default; it decides how much is split."""
+        """See ``SdpaAttention``. ``processors`` of the GPU decide how much is split; by default the driver is asked."""
         super().__init__(
             num_layers=num_layers,
             num_kv_blocks=num_kv_blocks,
@@ -131,12 +131,10 @@ class TritonAttention(SdpaAttention):
             dtype=dtype,
             device=device,
         )
-        if processors is None:
-            cuda = device.type == "cuda"
-            processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-        self.processors = processors
+        cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        self.processors = processors or (cuda.multi_processor_count if cuda else 1)
         self.narrow = narrow_shape(dtype, self.group)
-        self.wide = wide_shape(dtype, self.group)
+        self.wide = wide_shape(dtype, self.group, hopper=cuda is not None and cuda.major == 9)
         self.least = max(self.narrow.keys, 128)
 
     def splits_for(self, tiles: int, longest: int) -> int:

@@ -110,7 +110,7 @@ def test_any_group_of_heads_fits_a_tile(group):
     check(Case(1, group, 16, 8, ((9, 1, True), (2, 7, True))))
 
 
-@pytest.mark.parametrize("splits", [2, 4, 16, 64])
+@pytest.mark.parametrize("splits", [2, 16])
 def test_splits_without_keys_leave_no_trace(splits):
     case = Case(1, 2, 16, 8, ((100, 1, True), (16, 1, True), (0, 1, True), (0, 1, False)))
     batch = batches.make(case)

@@ -1,0 +1,55 @@
+"""The fused kernels give what plain torch gives, up to the last bit of the number format."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.model.fused import add_rms_norm, rms_norm, silu_mul
+
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+# One unit in the last place, relative.
+STEP = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+sizes = st.sampled_from([8, 96, 100, 576, 1024])
+
+
+def close(kernel, plain):
+    torch.testing.assert_close(kernel, plain, rtol=STEP[plain.dtype], atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(rows=st.integers(1, 4), size=sizes, dtype=st.sampled_from(TYPES), seed=st.integers(0, 99))
+def test_norm_of_the_sum(rows, size, dtype, seed):
+    torch.manual_seed(seed)
+    x, added = (torch.randn(rows, size).to(dtype) for _ in range(2))
+    weight = (1 + torch.randn(size) / 4).to(dtype)
+    sums = x.clone(), x.clone()
+    plain, kernel = (add_rms_norm(sums[i], added, weight, 1e-5, kernels=bool(i)) for i in range(2))
+    close(kernel, plain)
+    assert torch.equal(sums[0], sums[1])
+    assert not torch.equal(sums[1], x)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_norm_of_heads_inside_wider_rows(dtype):
+    qkv = torch.randn(3, 10, 80).to(dtype)
+    before = qkv.clone()
+    weight = torch.randn(80).to(dtype)
+    close(rms_norm(qkv[:, 2:9], weight, 1e-6, kernels=True), rms_norm(qkv[:, 2:9], weight, 1e-6, kernels=False))
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", [5, 64, 1500])
+def test_silu_mul(size, dtype):
+    gate_up = (3 * torch.randn(3, 2 * size)).to(dtype)
+    close(silu_mul(gate_up, kernels=True), silu_mul(gate_up, kernels=False))
+
+
+def test_infinity_and_nan_come_through():
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(2, 64)
+        x[0, 3] = bad
+        normed = rms_norm(x, torch.ones(64), 1e-6, kernels=True)
+        assert normed[0].isnan().any() and normed[1].isfinite().all()
+        assert not silu_mul(x, kernels=True)[0].isfinite().all()

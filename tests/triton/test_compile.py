@@ -1,0 +1,146 @@
+"""Every kernel compiles for GPUs that are not here, and keeps its values in registers.
+
+``pytest tests/triton/test_compile.py -s`` prints registers, spilled bytes and shared memory of each kernel.
+"""
+
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed (it comes with torch's CUDA build, on Linux)")
+
+# ruff: noqa: E402
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.model.attention.triton_backend import narrow_shape, power_of_two, wide_shape
+from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
+from engine.model.fused_kernels import rms_norm_kernel, silu_mul_kernel
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Shared memory that a program may have on the smallest GPUs of compute capability 8 and later, in bytes.
+LEAST_SHARED_LIMIT = 99 * 1024
+# On these GPUs a program of 4 warps with more registers than that has the processor for itself.
+REGISTERS = 255
+
+
+@dataclass(frozen=True)
+class Used:
+    registers: int
+    spilled: int
+    shared: int
+
+
+def compile_for(arch: int, kernel, types: dict[str, str], constants: dict[str, object], warps=4, stages=3) -> Used:
+    """Types of all run-time arguments, values of all compile-time ones; pointers and strides are multiples of 16."""
+    names = kernel.arg_names
+    assert set(names) == set(types) | set(constants)
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = [i for i, n in enumerate(names) if signature[n][0] == "*" or n in ("q_stride", "kv_stride", "x_stride")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": warps, "num_stages": stages})
+    return measure(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def measure(cubin: bytes, dynamic_shared: int) -> Used:
+    path = Path(triton.knobs.cache.dir) / f"{abs(hash(cubin))}.cubin"
+    path.write_bytes(cubin)
+    shown = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack, shared, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", shown).groups())
+    return Used(registers, stack + local, shared + dynamic_shared)
+
+
+def attend(arch, dtype, head_dim, shape, splits, group=3, block_size=16):
+    element = "*" + NAMES[dtype]
+    types = dict.fromkeys(("q_ptr", "kv_ptr", "out_ptr"), element) | {"part_ptr": "*fp32", "lse_ptr": "*fp32"}
+    types |= {"tiles_ptr": "*i32", "tables_ptr": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("q_stride", "kv_stride", "table_stride"), "i32")
+    constants = {"NUM_KV": 8, "GROUP": group, "HEAD_DIM": head_dim, "WIDTH": power_of_two(head_dim), "LEAST": 128}
+    constants |= {"BLOCK_SIZE": block_size, "BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "SPLITS": splits}
+    return compile_for(arch, attend_kernel, types, constants, shape.warps, shape.stages)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    before = triton.knobs.cache.dir
+    triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+    yield
+    triton.knobs.cache.dir = before
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", list(NAMES), ids=NAMES.get)
+def test_attention_keeps_to_registers_and_shared_memory(arch, dtype, workers, capsys):
+    launches = {"decode, split": (narrow_shape(dtype, 3), 16), "prefill": (wide_shape(dtype, 3, hopper=arch == 90), 1)}
+    # 80 and 96 are widened to 128, and the two half-precision formats compile alike.
+    head_dims = (64, 80, 96, 128) if dtype == torch.bfloat16 else (80, 128) if dtype == torch.float16 else (64, 96)
+    if dtype == torch.bfloat16:
+        launches["decode"] = (narrow_shape(dtype, 3), 1)
+    started = {
+        (head_dim, name): workers.submit(attend, arch, dtype, head_dim, shape, splits)
+        for head_dim in head_dims
+        for name, (shape, splits) in launches.items()
+    }
+    used = {key: future.result() for key, future in started.items()}
+    report = [
+        f"sm_{arch} {NAMES[dtype]} head {head_dim:3d} {name:14s} {u.registers:3d} registers, {u.spilled} bytes spilled, "
+        f"{u.shared:,} bytes shared"
+        for (head_dim, name), u in used.items()
+    ]
+    with capsys.disabled():
+        sys.stdout.write("\n".join(["", *report, ""]))
+    assert all(0 < u.registers <= REGISTERS for u in used.values())
+    assert not [line for line, u in zip(report, used.values(), strict=True) if u.spilled]
+    assert not [line for line, u in zip(report, used.values(), strict=True) if u.shared > LEAST_SHARED_LIMIT]
+
+
+@pytest.mark.parametrize("block_size", [1, 24])
+def test_any_block_size_compiles(block_size):
+    used = attend(90, torch.bfloat16, 128, narrow_shape(torch.bfloat16, 4), 16, group=4, block_size=block_size)
+    assert used.spilled == 0
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float32)], ids=str)
+def test_the_small_kernels_keep_to_registers(arch, dtype, workers, capsys):
+    element = "*" + NAMES[dtype]
+    store = dict.fromkeys(("x_ptr", "cos_ptr", "sin_ptr", "pool_ptr"), element)
+    store |= {"slots_ptr": "*i64", "x_stride": "i32", "pool_stride": "i32"}
+    started = {}
+    for head_dim in (80, 128):
+        sizes = {"NUM_Q": 32, "NUM_KV": 8, "HEAD_DIM": head_dim, "HALF": power_of_two(head_dim // 2)}
+        sizes |= {"BLOCK_H": 16, "ROTATE": True}
+        started[f"store {head_dim}"] = workers.submit(compile_for, arch, store_kernel, store, sizes)
+    merge = {"out_ptr": element, "part_ptr": "*fp32", "lse_ptr": "*fp32", "tiles_ptr": "*i32"}
+    sizes = {"NUM_KV": 8, "GROUP": 4, "HEAD_DIM": 128, "WIDTH": 128, "BLOCK_M": 16, "SPLITS": 64}
+    started["merge 64 × 128"] = workers.submit(compile_for, arch, merge_kernel, merge, sizes, 2)
+    norm = dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "out_ptr"), element)
+    norm |= {"outer_stride": "i32", "inner_stride": "i32", "inner_rows": "i32", "eps": "fp32"}
+    for size in (4096, 8192):
+        sizes = {"SIZE": size, "BLOCK": size, "ADD": True}
+        started[f"norm {size}"] = workers.submit(compile_for, arch, rms_norm_kernel, norm, sizes, size // 512)
+    silu = {"x_ptr": element, "out_ptr": element, "x_stride": "i32"}
+    sizes = {"SIZE": 14336, "BLOCK": 1024}
+    started["silu·mul"] = workers.submit(compile_for, arch, silu_mul_kernel, silu, sizes)
+    used = {name: future.result() for name, future in started.items()}
+    report = [
+        f"sm_{arch} {NAMES[dtype]} {name:15s} {u.registers:3d} registers, {u.spilled} bytes spilled, "
+        f"{u.shared:,} bytes shared"
+        for name, u in used.items()
+    ]
+    with capsys.disabled():
+        sys.stdout.write("\n".join(["", *report, ""]))
+    assert not [line for line, u in zip(report, used.values(), strict=True) if u.spilled]
