@@ -204,7 +204,7 @@ class BlockPool:
         return None
 
     def longest_partial_match(self, tokens: Sequence[int], parent: ContentId, look_at: int = 64) -> int:
-        """How many of ``tokens`` (at least one) some cached block after ``parent`` starts with: shared text too short to be a block."""
+        """How many of ``tokens`` (at least one) some cached block after ``parent`` starts with: too few to be a block."""
         best = 0
         for _, block in zip(range(look_at), self._children.get(parent, ()), strict=False):
             theirs = self._known[block].tokens

@@ -28,7 +28,6 @@ Positions map to slots in the same way for both: block ``table[p // block_size]`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from engine.core.block_pool import BlockHash, BlockPool, ContentId, sha256_block_hash
 from engine.core.config import EngineConfig
@@ -43,87 +42,98 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-class KVCache(Protocol):
-    """What the scheduler asks of a KV layout."""
+class KVCache:
+    """What the scheduler asks of a KV layout. By itself the layout of ``use_kv_cache=False``: nothing is ever stored."""
+
+    no_hits = "nothing is stored without a KV cache"
+
+    def __init__(self, config: EngineConfig, record: Record) -> None:
+        self.pool = BlockPool(config.num_kv_blocks if config.use_kv_cache else 0, record)
+        self._config = config
+        self._record = record
+        self._scrub: list[int] = []
 
     def lookup(self, request: Request) -> list[int]:
         """Cached blocks with which the request's sequence begins; at most ``num_tokens - 1`` tokens."""
-        ...
+        return []
 
     def explain(self, request: Request, hits: list[int]) -> str:
         """Why the prefix cache gave no more than ``hits``, for people."""
-        ...
+        return self.no_hits
 
     def shortage(self, request: Request, hits: list[int]) -> tuple[int, int] | None:
         """None if the whole sequence so far fits now, else (blocks needed, blocks available)."""
-        ...
+        return None
 
     def admit(self, request: Request, hits: list[int]) -> None:
         """Start the request's table with ``hits``."""
-        ...
 
     def grow(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]] | None:
         """Make room for the next ``num_tokens`` positions; block copies to make first, or None when there is no room."""
-        ...
+        return ()
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Give ``child`` all blocks of ``parent``, shared."""
-        ...
+        """Give ``child`` all blocks of ``parent``, shared. Where it can't be done the request was refused when added."""
+        raise RuntimeError("only paged blocks can be shared by samples")
 
     def commit(self, request: Request) -> None:
         """The request's computed positions are written: offer its new full blocks to others."""
-        ...
 
     def release(self, request: Request, *, scrub: bool = False) -> None:
-        """Take everything from the request. ``scrub``: zero what nobody else knows before its reuse."""
-        ...
+        """Take everything from the request, tail first, so that the beginning of the sequence is evicted last.
+
+        ``scrub``: zero what nobody else holds or knows before its reuse.
+        """
+        blocks = tuple(reversed(request.block_table))
+        request.block_table = []
+        if not blocks:
+            return
+        self.pool.release(blocks)
+        self._record(Event("free", request.request_id, blocks))
+        if scrub:
+            dirty = [b for b in blocks if not self.pool.ref_count[b] and not self.pool.is_cached(b)]
+            self._scrub.extend(dirty)
+            self._record(Event("scrub", request.request_id, tuple(dirty)))
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str:
         """Why such a request can never run, with the numbers; '' when it can."""
-        ...
+        return ""
 
     def room(self, num_prompt_tokens: int) -> int:
         """Most tokens such a prompt can generate."""
-        ...
+        return self._config.max_model_len - num_prompt_tokens
 
     def unused_tokens(self, requests: Sequence[Request]) -> int:
         """Token slots reserved for these requests that hold no K and V."""
-        ...
-
-    @property
-    def pool(self) -> BlockPool:
-        """The blocks."""
-        ...
+        return 0
 
     @property
     def largest_hole(self) -> int:
         """Most blocks that one request could get now."""
-        ...
+        return self.pool.num_available
 
     def take_scrub(self) -> list[int]:
-        """Blocks to zero before the next forward pass."""
-        ...
+        """Blocks to zero before the next forward pass: those of requests that produced NaN."""
+        scrub, self._scrub = self._scrub, []
+        return scrub
 
     def return_scrub(self, blocks: list[int]) -> None:
         """The step that took ``blocks`` failed: they may still hold NaN."""
-        ...
+        self._scrub = list(blocks)
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Verify every invariant; raises RuntimeError saying what is wrong."""
-        ...
+        """Verify the pool against the tables of ``requests``; raises RuntimeError saying what is wrong."""
+        self.pool.check([request.block_table for request in requests])
 
 
-class PagedKVCache:
+class PagedKVCache(KVCache):
     """Block tables over a ``BlockPool``, with the prefix cache when the configuration wants it."""
 
     def __init__(self, config: EngineConfig, record: Record, block_hash: BlockHash | None = None) -> None:
-        self.pool = BlockPool(config.num_kv_blocks, record)
-        self._config = config
+        super().__init__(config, record)
         self._block_size = config.block_size
         self._caching = config.prefix_caching
-        self._record = record
         self._hash = block_hash or sha256_block_hash
-        self._scrub: list[int] = []
 
     def lookup(self, request: Request) -> list[int]:
         """Walk the chain of full blocks until one is unknown. Each hit verifies tokens and parent, not the hash alone."""
@@ -237,17 +247,8 @@ class PagedKVCache:
         request.num_cached_blocks = full
 
     def release(self, request: Request, *, scrub: bool = False) -> None:
-        """Tail first, so that the beginning of the sequence is evicted last."""
-        table = request.block_table
-        if table:
-            blocks = tuple(reversed(table))
-            self.pool.release(blocks)
-            self._record(Event("free", request.request_id, blocks))
-            if scrub:
-                dirty = [b for b in blocks if not self.pool.ref_count[b] and not self.pool.is_cached(b)]
-                self._scrub.extend(dirty)
-                self._record(Event("scrub", request.request_id, tuple(dirty)))
-        request.block_table = []
+        """Tail first; the request knows nothing of the cache any more."""
+        super().release(request, scrub=scrub)
         request.num_cached_blocks = 0
         request.cached_uid = request.cache_salt
         request.shared = False
@@ -272,23 +273,9 @@ class PagedKVCache:
                 unused += len(table) * self._block_size - request.num_computed_tokens
         return unused
 
-    @property
-    def largest_hole(self) -> int:
-        """Blocks need not lie side by side: all available ones."""
-        return self.pool.num_available
-
-    def take_scrub(self) -> list[int]:
-        """Blocks of requests that produced NaN."""
-        scrub, self._scrub = self._scrub, []
-        return scrub
-
-    def return_scrub(self, blocks: list[int]) -> None:
-        """Ask for them again in the next step."""
-        self._scrub = list(blocks)
-
     def check(self, requests: Sequence[Request]) -> None:
         """The pool against the tables of ``requests``, and each table against its request."""
-        self.pool.check([request.block_table for request in requests])
+        super().check(requests)
         for request in requests:
             held = len(request.block_table) * self._block_size
             if not request.num_computed_tokens <= held:
@@ -309,22 +296,10 @@ class PagedKVCache:
         return tuple(request.token_ids[index * size : (index + 1) * size])
 
 
-class ContiguousKVCache:
+class ContiguousKVCache(KVCache):
     """One extent of neighbouring blocks a request, first fit: how serving worked before paging, kept to be compared with."""
 
-    def __init__(self, config: EngineConfig, record: Record) -> None:
-        self.pool = BlockPool(config.num_kv_blocks, record)
-        self._config = config
-        self._record = record
-        self._scrub: list[int] = []
-
-    def lookup(self, request: Request) -> list[int]:
-        """Extents can't be shared."""
-        return []
-
-    def explain(self, request: Request, hits: list[int]) -> str:
-        """Why there are no hits."""
-        return "a contiguous extent can't share blocks"
+    no_hits = "a contiguous extent can't share blocks"
 
     def _extent(self, num_prompt_tokens: int, max_tokens: int) -> int:
         whole = self._config.reserve == "max_model_len"
@@ -347,28 +322,6 @@ class ContiguousKVCache:
         request.block_table = blocks
         request.num_computed_tokens = 0
         self._record(Event("alloc", request.request_id, tuple(blocks)))
-
-    def grow(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]] | None:
-        """Everything was reserved at admission."""
-        return ()
-
-    def fork(self, parent: Request, child: Request) -> None:
-        """Refused when the request is added."""
-        raise RuntimeError("a contiguous extent can't be shared by samples")
-
-    def commit(self, request: Request) -> None:
-        """Nothing is offered to others."""
-
-    def release(self, request: Request, *, scrub: bool = False) -> None:
-        """Give the extent back."""
-        blocks = tuple(reversed(request.block_table))
-        if blocks:
-            self.pool.release(blocks)
-            self._record(Event("free", request.request_id, blocks))
-            if scrub:
-                self._scrub.extend(blocks)
-                self._record(Event("scrub", request.request_id, blocks))
-        request.block_table = []
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str:
         """The extent must fit the empty pool."""
@@ -403,95 +356,19 @@ class ContiguousKVCache:
                 return block - needed + 1
         return 0
 
-    def take_scrub(self) -> list[int]:
-        """Blocks of requests that produced NaN."""
-        scrub, self._scrub = self._scrub, []
-        return scrub
-
-    def return_scrub(self, blocks: list[int]) -> None:
-        """Ask for them again in the next step."""
-        self._scrub = list(blocks)
-
     def check(self, requests: Sequence[Request]) -> None:
         """The pool against the extents, and that each extent is one run."""
-        self.pool.check([request.block_table for request in requests])
+        super().check(requests)
         for request in requests:
             table = request.block_table
             if table and table != list(range(table[0], table[0] + len(table))):
                 raise RuntimeError(f"the extent of {request} is not contiguous: {table}")
 
 
-class NoKVCache:
-    """Nothing is stored: each step computes every token of every running request again."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.pool = BlockPool(0)
-        self._config = config
-
-    def lookup(self, request: Request) -> list[int]:
-        """Nothing is stored."""
-        return []
-
-    def explain(self, request: Request, hits: list[int]) -> str:
-        """Why there are no hits."""
-        return "nothing is stored without a KV cache"
-
-    def shortage(self, request: Request, hits: list[int]) -> tuple[int, int] | None:
-        """No blocks, no shortage."""
-        return None
-
-    def admit(self, request: Request, hits: list[int]) -> None:
-        """Nothing to reserve."""
-
-    def grow(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]] | None:
-        """Nothing to reserve."""
-        return ()
-
-    def fork(self, parent: Request, child: Request) -> None:
-        """Refused when the request is added."""
-        raise RuntimeError("without a KV cache there is nothing to share between samples")
-
-    def commit(self, request: Request) -> None:
-        """Nothing is stored."""
-
-    def release(self, request: Request, *, scrub: bool = False) -> None:
-        """Nothing to give back."""
-
-    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str:
-        """Only ``max_model_len`` limits a request, and the budget holds that."""
-        return ""
-
-    def room(self, num_prompt_tokens: int) -> int:
-        """Until the context is full."""
-        return self._config.max_model_len - num_prompt_tokens
-
-    def unused_tokens(self, requests: Sequence[Request]) -> int:
-        """Nothing is reserved."""
-        return 0
-
-    @property
-    def largest_hole(self) -> int:
-        """No blocks."""
-        return 0
-
-    def take_scrub(self) -> list[int]:
-        """No blocks."""
-        return []
-
-    def return_scrub(self, blocks: list[int]) -> None:
-        """No blocks."""
-
-    def check(self, requests: Sequence[Request]) -> None:
-        """No request may hold a block."""
-        for request in requests:
-            if request.block_table:
-                raise RuntimeError(f"{request} holds blocks although there is no KV cache")
-
-
 def make_kv_cache(config: EngineConfig, record: Record, block_hash: BlockHash | None = None) -> KVCache:
     """The layout that ``config`` names."""
     if not config.use_kv_cache:
-        return NoKVCache(config)
+        return KVCache(config, record)
     if config.kv_layout == "contiguous":
         return ContiguousKVCache(config, record)
     return PagedKVCache(config, record, block_hash)
