@@ -98,9 +98,10 @@ class ArrivalStream:
         self._rng = rng
         self._rate = arrivals.rate
         self._gaps: Iterator[float] = iter(())
-        self._anchor = 0.0
-        """From here on ``_left`` (a share of a mean gap) is left until the next request."""
-        self._left = 0.0
+        self._base = 0.0
+        """The next request is due when ``_gap_sum`` mean gaps have passed since then: even gaps add up without rounding."""
+        self._gap_sum = 0.0
+        self._last = 0.0
 
     @property
     def rate(self) -> float:
@@ -110,16 +111,17 @@ class ArrivalStream:
     @property
     def next(self) -> float:
         """When the next request is due, seconds or steps from the start; infinite at rate 0."""
-        if self._left == 0.0:
-            return self._anchor
-        return self._anchor + self._left / self._rate if self._rate else math.inf
+        if self._gap_sum == 0.0:
+            return self._base
+        return self._base + self._gap_sum / self._rate if self._rate else math.inf
 
     def pop(self) -> float:
         """Take the next due time and draw the gap after it."""
         due = self.next
         if due == math.inf:
             raise WorkloadError("rate=0: no request is due; raise the rate")
-        self._anchor, self._left = due, self._gap()
+        self._gap_sum += self._gap()
+        self._last = due
         return due
 
     def set_rate(self, rate: float, now: float) -> None:
@@ -128,9 +130,9 @@ class ArrivalStream:
         Due times up to ``now`` must have been taken before.
         """
         number("rate", rate, 0.0, MAX_RATE)
-        now = max(now, self._anchor)
-        self._left = max(0.0, self._left - (now - self._anchor) * self._rate)
-        self._anchor, self._rate = now, float(rate)
+        now = max(now, self._base, self._last)
+        self._gap_sum = max(0.0, self._gap_sum - (now - self._base) * self._rate)
+        self._base, self._rate = now, float(rate)
 
     def _gap(self) -> float:
         for gap in self._gaps:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -27,7 +28,7 @@ Where = tuple[str | int, ...]
 """The way to a field: names and list positions."""
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*)?(\.[0-9]+|[0-9]\.|(?=[eE]))([eE][-+]?[0-9]+)?")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "Null": None, "~": None, "": None}
 _PATH = re.compile(r" - at `(?:key in )?\$([^`]*)`")
 _PART = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[\.\.\.\]")
@@ -89,7 +90,7 @@ def plain(value: Any) -> Any:
     """``value`` as plain data for a file: structs become mappings without the fields that have their default."""
     if isinstance(value, msgspec.Struct):
         shown = {}
-        for field in msgspec.structs.fields(type(value)):
+        for field in _fields(type(value)):
             content = getattr(value, field.name)
             if content != _default(field) or field.required:
                 shown[field.encode_name] = plain(content)
@@ -109,6 +110,11 @@ def to_yaml(value: Any) -> str:
 def to_json(value: Any) -> str:
     """The same as JSON."""
     return msgspec.json.format(msgspec.json.encode(plain(value)), indent=2).decode() + "\n"
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
@@ -289,7 +295,10 @@ def _represent_text(dumper: _Dumper, text: str) -> Any:
 
 
 def _represent_float(dumper: _Dumper, value: float) -> Any:
-    return dumper.represent_scalar("tag:yaml.org,2002:float", repr(value))
+    text = repr(value)
+    if "." not in text:  # 1e-05: YAML 1.1 wants a point in every fraction
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
 _Dumper.add_representer(str, _represent_text)
