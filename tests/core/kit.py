@@ -55,6 +55,7 @@ class MemoryRunner:
         self.blocks = {block: [STALE] * config.block_size for block in range(config.num_kv_blocks + 1)}
         self.batches: list[StepBatch] = []
         self.keep_batches = True
+        self.faults: list[str] = []
         self.poison: set[str] = set()
         """Requests that produce NaN the next time they compute anything."""
         self.fail_next: Exception | None = None
@@ -63,7 +64,15 @@ class MemoryRunner:
         self._links: dict[str, list[int]] = {}
 
     def execute(self, batch: StepBatch) -> StepResult:
-        """One step: scrub, copy, write, read, sample."""
+        """One step. The engine turns what a runner raises into failed requests, so ``faults`` keeps what broke too."""
+        try:
+            return self._execute(batch)
+        except AssertionError as error:
+            self.faults.append(str(error))
+            raise
+
+    def _execute(self, batch: StepBatch) -> StepResult:
+        """Scrub, copy, write, read, sample."""
         if self.keep_batches:
             self.batches.append(batch)
         if self.clock is not None:
@@ -159,6 +168,7 @@ def make(
     codec: Any = None,
     listener: Any = None,
     eos: Iterable[int] = (),
+    vocab_size: int | None = None,
     **fields: Any,
 ) -> Engine:
     """An engine on a virtual clock; ``runner`` None: a ``MemoryRunner``, found again as ``engine.runner``."""
@@ -167,7 +177,14 @@ def make(
     clock = VirtualClock()
     runner = runner or MemoryRunner(config, clock)
     engine = Engine(
-        config, runner, clock, block_hash=block_hash, codec=codec, listener=listener, eos_token_ids=frozenset(eos)
+        config,
+        runner,
+        clock,
+        block_hash=block_hash,
+        codec=codec,
+        listener=listener,
+        eos_token_ids=frozenset(eos),
+        vocab_size=vocab_size,
     )
     engine.runner = runner  # type: ignore[attr-defined]
     return engine
@@ -192,6 +209,7 @@ def drain(engine: Engine, limit: int = 500) -> list[StepTrace]:
         assert len(steps) < limit, f"not done after {limit} steps"
         steps.append(engine.step())
         engine.check()
+        assert not getattr(engine.runner, "faults", None)
     assert_idle(engine)
     return steps
 

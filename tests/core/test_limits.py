@@ -89,13 +89,7 @@ def test_a_request_that_the_pool_can_never_hold_is_refused(layout):
     ],
 )
 def test_bad_prompts_are_refused(prompt, words):
-    from engine.core.clock import VirtualClock
-    from engine.core.config import EngineConfig
-    from engine.core.engine import Engine
-    from tests.core.kit import MemoryRunner
-
-    config = EngineConfig(num_kv_blocks=8)
-    engine = Engine(config, MemoryRunner(config), VirtualClock(), vocab_size=320)
+    engine = make(vocab_size=320)
     assert words in refuse(engine, prompt)
     engine.add_request([319], SamplingParams(max_tokens=2))
     drain(engine)

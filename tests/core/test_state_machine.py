@@ -136,6 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
         unfinished = self.engine.has_unfinished()  # before the step
         pending = self.engine.has_pending_events()
         step = self.engine.step()
+        assert self.engine.runner.faults == []
         if unfinished or pending:
             self.model.step(step)
             assert self.model.keyframe() == self.engine.snapshot()

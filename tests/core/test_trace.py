@@ -48,6 +48,7 @@ def test_replaying_the_events_gives_the_engines_state_at_every_step_from_every_k
             engine.runner.fail_next = RuntimeError("now and then")
         step = engine.step()
         engine.check()
+        assert engine.runner.faults == []
         if step.index < engine.stats().steps and (not steps or step.index > steps[-1].index):
             steps.append(step)
             if step.keyframe is not None:
