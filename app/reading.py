@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
 
+from app.saved import saved_run
 from app.session import Lab, hub
 from engine.observe.log import TraceLog
-from engine.observe.runfile import RunReader
 from engine.observe.runlog import RunLog
-from engine.observe.runs import RunLibrary
-
-MAX_OPEN = 4
-"""Saved runs that stay open at once."""
-
-_open: OrderedDict[tuple[str, float], RunLog] = OrderedDict()
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +21,6 @@ class Source:
     log: TraceLog | RunLog
     made_by: str
     """Model, weights, device, dtype and threads, in words."""
-
-
-def library() -> RunLibrary:
-    """The user's saved runs."""
-    return RunLibrary()
-
-
-def saved_run(name: str) -> RunLog:
-    """A saved run, opened once and kept for all who look at it.
-
-    Raises:
-        ValueError: there is no such run, or it can't be read.
-    """
-    path = library().path(name)
-    key = (str(path), path.stat().st_mtime)
-    with _lock:
-        if key not in _open:
-            _open[key] = RunLog(RunReader(path))
-            while len(_open) > MAX_OPEN:
-                _, oldest = _open.popitem(last=False)
-                oldest.reader.close()
-        _open.move_to_end(key)
-        return _open[key]
 
 
 def current_lab() -> Lab:
@@ -70,7 +38,7 @@ def chosen_source() -> Source:
     name = st.query_params.get("run")
     if name:
         try:
-            log = saved_run(name)
+            log = saved_run(name).log
             return Source(f"the saved run “{name}”", log, describe(log.info.model))
         except (ValueError, OSError) as error:
             st.error(f"The saved run “{name}” can't be opened: {error}. Showing the live lab instead.")

@@ -10,9 +10,7 @@ from app.figures.template import Figure, axis, layout
 from engine.core.trace import StepTrace
 
 
-def per_step_figure(
-    runs: Mapping[str, Sequence[StepTrace]], what: str, theme: Theme, cursor: int | None = None
-) -> Figure:
+def per_step_figure(runs: Mapping[str, Sequence[StepTrace]], what: str, theme: Theme, cursor: int | None = None) -> Figure:
     """One line for each run over its steps. ``what``: "tokens" computed, or "ms" from the step's start to its tokens."""
     data = []
     for place, (name, steps) in enumerate(runs.items()):

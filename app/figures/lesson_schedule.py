@@ -23,7 +23,7 @@ LETTERS_UP_TO = 48
 
 @dataclass(frozen=True, slots=True)
 class Seating:
-    """Who sits where. ``cells``: (step index, row) → (request_id, kind); ``waiting``: step index → request ids in the queue."""
+    """Who sits where. ``cells``: (step index, row) → (request_id, kind); ``waiting``: step index → ids in the queue."""
 
     steps: tuple[int, ...]
     rows: int

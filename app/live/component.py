@@ -17,19 +17,19 @@ export default function (component) {
   const root = parentElement.querySelector(".lab");
   let entry = mounted.get(root);
   if (!entry) {
-    entry = { stop: null, closed: false };
+    entry = { view: null, closed: false };
     mounted.set(root, entry);
     const style = document.createElement("link");
     style.rel = "stylesheet";
     style.href = data.assets + "/live.css";
     root.before(style);
     import(new URL(data.assets + "/main.js", document.baseURI).href).then((view) => {
-      if (!entry.closed) entry.stop = view.start(root, data);
+      if (!entry.closed) entry.view = view.start(root, data);
     });
   }
   return () => {
     entry.closed = true;
-    if (entry.stop) entry.stop();
+    if (entry.view) entry.view.stop();
     mounted.delete(root);
   };
 }
@@ -43,12 +43,17 @@ HTML = """
 _component: Any = None
 
 
-def live_view(lab: str) -> None:
-    """Mount the live view of a lab on the page."""
+def live_view(lab: str, home: str | None = None) -> None:
+    """Mount the live view of a lab, or of a saved run, on the page. ``home``: the lab to go back to from a saved run."""
     global _component
     if _component is None:
         _component = st.components.v2.component("inference_lab_live", html=HTML, js=LOADER, isolate_styles=False)
     _component(
-        key="live",
-        data={"lab": lab, "assets": f"/lab/assets/{build_tag()}", "plotly": f"/lab/plotly/{version('plotly')}.js"},
+        key=f"live {lab}",  # another lab, or a saved run, is another view
+        data={
+            "lab": lab,
+            "home": home,
+            "assets": f"/lab/assets/{build_tag()}",
+            "plotly": f"/lab/plotly/{version('plotly')}.js",
+        },
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.core.trace import Keyframe, StepTrace
 from engine.observe.log import TraceLog
 from engine.observe.replay import PoolState, Replayer, StepGoneError, state_at
+from engine.observe.runlog import RunLog
 
 KEYFRAME_STRIDE = 300
 """Steps to look back for a keyframe before looking through all of them."""
@@ -31,7 +32,7 @@ def nothing(num_blocks: int, *, complete: bool = True) -> Ledger:
     return Ledger(Replayer(keyframe, num_blocks).state(-1), complete=complete)
 
 
-def past(log: TraceLog, index: int, num_blocks: int) -> Ledger:
+def past(log: TraceLog | RunLog, index: int, num_blocks: int) -> Ledger:
     """The state during step ``index``."""
     steps = log.steps(index - KEYFRAME_STRIDE, index)
     if not any(step.keyframe is not None for step in steps):
@@ -57,7 +58,7 @@ class LiveLedger:
         self._at = -1
         self._found: Ledger | None = None
 
-    def at_end(self, log: TraceLog, generation: int, num_blocks: int) -> Ledger:
+    def at_end(self, log: TraceLog | RunLog, generation: int, num_blocks: int) -> Ledger:
         """The state once the newest step is done; costs O(new steps)."""
         if self._of != (generation, num_blocks) or self._at >= log.next_index:
             self._replayer, self._found, self._at, self._of = None, None, -1, (generation, num_blocks)

@@ -25,7 +25,12 @@ from engine.core.config import EngineConfig
 from engine.core.outputs import EngineStats
 from engine.core.trace import Blocked, StepTrace, letter
 from engine.observe.log import LogSnapshot, RequestView, TraceLog
+from engine.observe.runlog import RunLog, stats_at, trace_at
 
+Log = TraceLog | RunLog
+"""What a look reads: a live lab's mirror, or a saved run."""
+JUMP_STEPS = 4000
+"""Steps around the cursor in which jumps look for events."""
 TAIL = 220
 """Characters of a request's text in the list; all of it is in the focus."""
 STORY_STEPS = 400
@@ -72,11 +77,12 @@ class Scene:
         return self.numbers.get(self.look.selected) if self.look.selected else None
 
 
-def scene(log: TraceLog, config: EngineConfig, live: LiveLedger, look: Look) -> Scene:
+def scene(log: Log, config: EngineConfig, live: LiveLedger, look: Look) -> Scene:
     """Collect what one look at a lab needs."""
-    snapshot = log.snapshot(last_steps=64, max_finished=64)
-    last = snapshot.next_index - 1
-    cursor = None if look.step is None or last < 0 else max(snapshot.first_index, min(look.step, last))
+    last = log.next_index - 1
+    cursor = None if look.step is None or last < 0 else max(log.first_index, min(look.step, last))
+    snapshot = log.snapshot(last_steps=1, max_finished=64, upto=cursor)
+    last = max(last, snapshot.next_index - 1) if cursor is None else last
     frame = window(last, cursor)
     steps = log.steps(frame[0], frame[1])
     upto = last if cursor is None else cursor
@@ -99,7 +105,7 @@ def scene(log: TraceLog, config: EngineConfig, live: LiveLedger, look: Look) -> 
     )
 
 
-def sections(view: Scene, log: TraceLog) -> dict[str, Any]:
+def sections(view: Scene, log: Log) -> dict[str, Any]:
     """All sections of a lab but the head, as plain data."""
     pool = _pool_view(view)
     numbers = view.numbers
@@ -110,7 +116,7 @@ def sections(view: Scene, log: TraceLog) -> dict[str, Any]:
     return {
         "clock": {
             "first": view.log.first_index, "last": view.log.next_index - 1, "cursor": view.cursor,
-            "jumps": jumps(log.steps()[-2000:]),
+            "jumps": jumps(_around(log, cursor)),
         },
         "pool": {
             "figure": pool_figure(pool, view.theme, view.selected),
@@ -138,6 +144,13 @@ def sections(view: Scene, log: TraceLog) -> dict[str, Any]:
         "focus": _focus(view, log),
         "notices": [notice.text for notice in view.log.notices][-3:],
     }  # fmt: skip
+
+
+def _around(log: Log, cursor: int | None) -> list[StepTrace]:
+    """The steps in which jumps look for the next event."""
+    if cursor is None:
+        return log.steps(max(0, log.next_index - JUMP_STEPS))
+    return log.steps(max(0, cursor - JUMP_STEPS // 2), cursor + JUMP_STEPS // 2)
 
 
 def encode(parts: Mapping[str, Any]) -> dict[str, bytes]:
@@ -238,15 +251,19 @@ def _waiting_words(view: Scene, request_id: str) -> str:
     return f"waits behind {ahead}"
 
 
-def _tiles(view: Scene, log: TraceLog) -> dict[str, Any]:
+def _tiles(view: Scene, log: Log) -> dict[str, Any]:
     traces = log.traces()
     stats: EngineStats = view.log.stats
+    now = view.log.now
+    if view.cursor is not None and view.step is not None:
+        traces = [trace_at(trace, view.step) for trace in traces if trace.queued <= view.step.end]
+        stats, now = stats_at(stats, view.step, traces, view.recent), view.step.end
     rows = latency_rows(traces)
     slow = sum(trace.slow for trace in traces[-200:])
-    return {"latency": rows, "gauges": gauges(stats, traces, view.log.now, view.recent), "slow": slow}
+    return {"latency": rows, "gauges": gauges(stats, traces, now, view.recent), "slow": slow}
 
 
-def _focus(view: Scene, log: TraceLog) -> dict[str, Any] | None:
+def _focus(view: Scene, log: Log) -> dict[str, Any] | None:
     """The selected request with its tokens: [text, step, index] each."""
     request = log.request(view.look.selected) if view.look.selected else None
     if request is None:
@@ -268,7 +285,7 @@ def _focus(view: Scene, log: TraceLog) -> dict[str, Any] | None:
     }
 
 
-def token_detail(log: TraceLog, config: EngineConfig, request_id: str, index: int) -> dict[str, Any] | None:
+def token_detail(log: Log, config: EngineConfig, request_id: str, index: int) -> dict[str, Any] | None:
     """One output token: its step, time since the one before, candidates, and the block and slot of its K and V."""
     request = log.request(request_id)
     if request is None:
@@ -296,7 +313,7 @@ def token_detail(log: TraceLog, config: EngineConfig, request_id: str, index: in
     }
 
 
-def _block_of(log: TraceLog, config: EngineConfig, request_id: str, logical: int, step: int) -> int | None:
+def _block_of(log: Log, config: EngineConfig, request_id: str, logical: int, step: int) -> int | None:
     """Physical block of a logical one in the step after ``step``, when the token's K and V are computed."""
     later = log.step(step + 1)
     index = step + 1 if later is not None else step

@@ -36,6 +36,7 @@ from starlette.routing import Route
 from app.figures.vllm import vllm_command
 from app.live.moment import Look, token_detail
 from app.samples import SAMPLE_PROMPTS
+from app.saved import PREFIX, SavedRun, saved_run
 from app.session import Hub, Lab, LabUnknown, hub
 from engine.core.config import ConfigError, EngineConfig, build_config
 
@@ -79,7 +80,7 @@ _closing = threading.Event()
 
 async def stream(request: Request) -> Response:
     """The event stream of one tab."""
-    lab = _lab(request.query_params.get("lab", ""))
+    lab = _shown(request.query_params.get("lab", ""))
     name = request.query_params.get("viewer", "")
     if not VIEWER.fullmatch(name):
         raise Refused(400, "the stream needs a viewer name of 8 to 64 letters")
@@ -94,7 +95,7 @@ async def stream(request: Request) -> Response:
 
 
 async def _events(
-    rooms: Hub, lab: Lab, viewer: Viewer, key: tuple[str, str], gone: Callable[[], Awaitable[bool]]
+    rooms: Hub, lab: Lab | SavedRun, viewer: Viewer, key: tuple[str, str], gone: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[bytes]:
     """Whenever something changed, the sections that differ from what this viewer has; a heartbeat when nothing did."""
     sent: dict[str, bytes] = {}
@@ -131,7 +132,9 @@ async def _events(
             del _viewers[key]
 
 
-def _look_at(rooms: Hub, lab: Lab, look: Look) -> dict[str, bytes]:
+def _look_at(rooms: Hub, lab: Lab | SavedRun, look: Look) -> dict[str, bytes]:
+    if isinstance(lab, SavedRun):
+        return {**lab.look(look), "trouble": b'""'}
     try:
         rooms.ensure_open(lab)
     except Exception as error:  # the host may go at any moment: the head says what state it is in
@@ -141,14 +144,14 @@ def _look_at(rooms: Hub, lab: Lab, look: Look) -> dict[str, bytes]:
 
 async def state(request: Request) -> Response:
     """All sections once."""
-    lab = _lab(request.query_params.get("lab", ""))
+    lab = _shown(request.query_params.get("lab", ""))
     parts = await run_in_threadpool(_look_at, hub(), lab, _look(request.query_params))
     return Response(_object(parts), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 async def token(request: Request) -> Response:
     """One output token in detail."""
-    lab = _lab(request.query_params.get("lab", ""))
+    lab = _shown(request.query_params.get("lab", ""))
     try:
         index = int(request.query_params.get("index", ""))
     except ValueError:
@@ -183,7 +186,7 @@ def _object(parts: dict[str, bytes]) -> bytes:
 # Commands -----------------------------------------------------------------------------------------------------------------
 
 
-async def view(lab: Lab, body: dict[str, Any]) -> Any:
+async def view(lab: Lab | SavedRun, body: dict[str, Any]) -> Any:
     """Change how a viewer looks: theme, selected request, chosen step (null: live)."""
     viewer = _viewers.get((lab.token, str(body.get("viewer"))))
     if viewer is None:
@@ -318,7 +321,8 @@ async def command(request: Request) -> Response:
         raise Refused(404, f"there is no command {request.path_params['verb']!r}")
     _check_origin(request)
     body = await _body(request)
-    lab = _lab(str(body.get("lab", "")))
+    name = str(body.get("lab", ""))
+    lab: Any = _shown(name) if verb is view else _lab(name)
     result = await verb(lab, body)
     for (owner, _), viewer in list(_viewers.items()):
         if owner == lab.token:
@@ -354,7 +358,19 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
+def _shown(name: str) -> Lab | SavedRun:
+    """What a viewer looks at: a lab, or a saved run of this machine."""
+    if name.startswith(PREFIX):
+        return saved_run(name.removeprefix(PREFIX))
+    return _lab(name)
+
+
 def _lab(name: str) -> Lab:
+    """The lab of this token.
+
+    Raises:
+        Refused: there is none.
+    """
     try:
         return hub().find(name)
     except LabUnknown as error:

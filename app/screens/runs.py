@@ -6,7 +6,8 @@ import time
 
 import streamlit as st
 
-from app.reading import current_lab, library, saved_run
+from app.reading import current_lab
+from app.saved import library, saved_run
 from engine.observe.archive import Archive
 from engine.observe.export import chrome_trace, records_jsonl, requests_csv
 from engine.observe.runfile import SUFFIX
@@ -87,7 +88,7 @@ def export(info: RunInfo) -> None:
     """Offer the file itself and its exports."""
     st.markdown("The run file opens in any Inference Lab. The exports are for other tools.")
     st.download_button("Run file", runs.path(info.name).read_bytes, file_name=f"{info.name}{SUFFIX}", width="stretch")
-    log = saved_run(info.name)
+    log = saved_run(info.name).log
     st.download_button(
         "Requests as CSV",
         lambda: "".join(requests_csv(log.traces())),

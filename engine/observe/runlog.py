@@ -155,6 +155,35 @@ def view_at(view: RequestView, step: StepTrace) -> RequestView:
     return msgspec.structs.replace(view, trace=cut, tokens=tokens, text=text, closed=ended)
 
 
+def stats_at(
+    stats: EngineStats, step: StepTrace, traces: Sequence[RequestTrace], recent: Sequence[StepTrace] = ()
+) -> EngineStats:
+    """Gauges as they stood after ``step``; counters from ``traces``, the requests as they stood then (``trace_at``).
+
+    Preemptions of requests that had not ended are counted in ``recent``, the steps up to ``step``.
+    """
+    ended = {trace.request_id: trace.preemptions for trace in traces if trace.finished >= 0}
+    under_way = sum(p.request_id not in ended for one in recent for p in one.preemptions)
+    reasons = [trace.finish_reason for trace in traces]
+    cached, asked = sum(t.cached_tokens for t in traces), sum(t.prompt_tokens for t in traces if t.first_scheduled >= 0)
+    return msgspec.structs.replace(
+        stats,
+        steps=step.index + 1,
+        running=step.num_running,
+        waiting=step.num_waiting,
+        finished=sum(reason in ("stop", "length") for reason in reasons),
+        aborted=reasons.count("abort"),
+        failed=reasons.count("error"),
+        preemptions=sum(ended.values()) + under_way,
+        blocks_referenced=step.kv_used,
+        blocks_cached=step.kv_cached,
+        blocks_free=stats.blocks_total - step.kv_used - step.kv_cached,
+        tokens_cached=cached if stats.prefix_queries else 0,
+        prefix_queries=asked if stats.prefix_queries else 0,
+        tokens_generated=sum(trace.output_tokens for trace in traces),
+    )
+
+
 def _stats(last: StepTrace | None, closed: Any, config: EngineConfig) -> EngineStats:
     reasons = [event.trace.finish_reason for event in closed]
     used, cached = (last.kv_used, last.kv_cached) if last else (0, 0)

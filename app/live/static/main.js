@@ -54,6 +54,7 @@ class View {
   }
 
   close() {
+    this.bar.halt();
     this.disconnect();
     document.removeEventListener("visibilitychange", this.onVisible);
     document.removeEventListener("keydown", this.onKey);
@@ -180,7 +181,8 @@ class View {
     this.setLook(change);
   }
 
-  goto(step) {
+  goto(step, playing = false) {
+    if (!playing) this.bar.halt();
     const clock = this.sections.clock;
     if (!clock || clock.last < 0) return;
     this.setLook({ step: step === null ? null : Math.max(clock.first, Math.min(step, clock.last)) });
@@ -245,6 +247,7 @@ class View {
       Home: () => this.goto(clock.first),
       End: () => this.goto(null),
       l: () => this.goto(null),
+      p: () => this.bar.play(),
       n: () => this.prompt.focus(),
       d: () => this.sendSamples(),
       x: () => this.look.selected && this.command("abort", { request_id: this.look.selected }),
@@ -298,7 +301,9 @@ class View {
     const idle = !this.sections.clock || this.sections.clock.last < 0;
     const down = head.state === "stopped" || head.state === "failed";
     const ready = head.state === "ready";
-    this.hero.hidden = ready && !idle;
+    const saved = head.state === "saved";
+    this.root.classList.toggle("lab-saved", saved);
+    this.hero.hidden = saved || (ready && !idle);
     if (this.hero.hidden) return;
     this.hero.dataset.state = head.state;
     setText(this.heroTitle, ready ? "A real engine, ready to be watched" : down ? "The engine is not running" : "The model is loading");
@@ -438,7 +443,7 @@ class View {
 
   keyList() {
     const rows = [
-      ["space", "pause or run"], ["s", "one step"], ["S", "ten steps"], ["← →", "move the cursor in time"], ["Home", "first step"],
+      ["space", "pause or run"], ["s", "one step"], ["S", "ten steps"], ["← →", "move the cursor in time"], ["Home", "first step"], ["p", "play from here"],
       ["l or End", "live"], ["n", "type a prompt"], ["d", "four sample prompts"], ["x", "stop the selected request"], ["X", "stop all"],
       ["Esc", "select nothing"], ["?", "this list"],
     ];

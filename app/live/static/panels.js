@@ -20,14 +20,16 @@ export function renderHead(view, head) {
     : [];
   const words = {
     starting: "starting", loading: "loading", failed: "not loaded", stopped: "stopped",
+    saved: "saved run",
     ready: head.mode === "paused" ? "paused" : head.rate ? `slow motion, ${head.rate} steps/s` : "running",
   };
   const text = words[head.state] || head.state;
-  const key = JSON.stringify([facts, text]);
+  const key = JSON.stringify([facts, text, head.run]);
   if (view.headKey === key) return;
   view.headKey = key;
   view.header.replaceChildren(
-    h("strong", {}, "Inference Lab"),
+    h("strong", {}, head.run ? head.run : "Inference Lab"),
+    head.run ? h("a", { class: "lab-home", href: view.data.home ? "/?lab=" + encodeURIComponent(view.data.home) : "/" }, "Back to the live lab") : "",
     h("span", { class: "lab-facts" }, facts.map(([name, value, title]) => h("span", { class: name, title }, value))),
     h("span", { class: "lab-state", "data-state": head.state === "ready" ? head.mode || "ready" : head.state, role: "status" }, text),
   );

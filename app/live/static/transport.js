@@ -2,6 +2,7 @@
 import { h, setText } from "./dom.js";
 
 const RATES = [["", "full speed"], ["20", "20 steps/s"], ["5", "5 steps/s"], ["2", "2 steps/s"], ["1", "1 step/s"], ["0.5", "1 step in 2 s"]];
+const SPEEDS = [["2", "2 steps/s"], ["5", "5 steps/s"], ["10", "10 steps/s"], ["30", "30 steps/s"]];
 const JUMPS = [["preempt", "preemption"], ["admit", "admission"], ["finish", "finish"], ["evict", "eviction"]];
 
 export function transport(view) {
@@ -14,6 +15,9 @@ export function transport(view) {
   const first = button("|◀", "To the first step (Home)", () => view.goto(view.sections.clock?.first ?? 0));
   const back = button("◀", "One step back in time (left arrow)", () => view.goto(place() - 1));
   const ahead = button("▶", "One step on in time (right arrow)", () => view.goto(place() + 1));
+  const play = button("Play", "Play the recorded steps from here (p)", () => bar.play(), { class: "lab-play" });
+  const speed = h("select", { title: "Playback speed", "aria-label": "Playback speed", class: "lab-speed" },
+    SPEEDS.map(([value, word]) => h("option", { value }, word)));
   const slider = h("input", {
     type: "range", min: 0, max: 0, value: 0, class: "lab-slider", "aria-label": "Step that the pictures show",
     oninput: () => view.goto(Number(slider.value) >= Number(slider.max) ? null : Number(slider.value)),
@@ -24,6 +28,25 @@ export function transport(view) {
     h("option", { value: "" }, "jump to …"),
     JUMPS.flatMap(([kind, word]) => [h("option", { value: "+" + kind }, "next " + word), h("option", { value: "-" + kind }, "last " + word)]));
   let head = null;
+  let timer = null;
+
+  function stop() {
+    clearTimeout(timer);
+    timer = null;
+    setText(play, "Play");
+  }
+
+  function advance() {
+    const next = place() + 1;
+    const last = view.sections.clock?.last ?? -1;
+    if (next > last) {
+      stop();
+      if (head?.state !== "saved") view.goto(null);
+      return;
+    }
+    view.goto(next, true);
+    timer = setTimeout(advance, 1000 / Number(speed.value));
+  }
 
   function place() {
     return view.look.step ?? view.sections.clock?.last ?? 0;
@@ -41,11 +64,21 @@ export function transport(view) {
 
   const bar = {
     node: h("nav", { class: "lab-bar", "aria-label": "Transport" }, run, one, ten, rate,
-      h("span", { class: "lab-gap" }), first, back, ahead, slider, where, live, jump),
+      h("span", { class: "lab-gap" }), first, back, ahead, play, speed, slider, where, live, jump),
     toggle() {
       const running = head?.mode === "running";
       return view.command("control", { action: running ? "pause" : "run", rate: running ? null : Number(rate.value) || null });
     },
+    play() {
+      if (timer) return stop();
+      const clock = view.sections.clock;
+      if (!clock || clock.last < 0) return undefined;
+      if (place() >= clock.last) view.goto(clock.first, true);
+      setText(play, "Stop");
+      timer = setTimeout(advance, 1000 / Number(speed.value));
+      return undefined;
+    },
+    halt: () => timer && stop(),
     step(steps) {
       view.setLook({ step: null });
       return view.command("control", { action: "step", steps });
@@ -56,13 +89,18 @@ export function transport(view) {
     render(clock, now, look) {
       head = now;
       const open = Boolean(now?.open);
-      for (const node of [run, one, ten, rate]) node.disabled = !open;
+      const saved = now?.state === "saved";
+      for (const node of [run, one, ten, rate]) {
+        node.disabled = !open;
+        node.hidden = saved;
+      }
+      live.hidden = saved;
       const running = now?.mode === "running";
       setText(run, running ? "Pause" : "Run");
       run.classList.toggle("lab-paused", open && !running);
       if (!clock) return;
       const empty = clock.last < 0;
-      for (const node of [first, back, ahead, slider, jump]) node.disabled = empty;
+      for (const node of [first, back, ahead, play, speed, slider, jump]) node.disabled = empty;
       slider.min = clock.first;
       slider.max = Math.max(clock.last, 0);
       if (document.activeElement !== slider || look.step === null) slider.value = look.step ?? clock.last;
