@@ -187,6 +187,7 @@ def stats_at(
 def _stats(last: StepTrace | None, closed: Any, config: EngineConfig) -> EngineStats:
     reasons = [event.trace.finish_reason for event in closed]
     used, cached = (last.kv_used, last.kv_cached) if last else (0, 0)
+    asked = sum(event.trace.prompt_tokens for event in closed if not event.trace.parent_id) if config.prefix_caching else 0
     return EngineStats(
         steps=last.index + 1 if last else 0,
         running=last.num_running if last else 0,
@@ -200,4 +201,6 @@ def _stats(last: StepTrace | None, closed: Any, config: EngineConfig) -> EngineS
         blocks_cached=cached,
         blocks_free=config.num_kv_blocks - used - cached,
         tokens_generated=sum(event.trace.output_tokens for event in closed),
+        prefix_queries=asked,
+        tokens_cached=sum(event.trace.cached_tokens for event in closed) if asked else 0,
     )
