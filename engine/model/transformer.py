@@ -20,6 +20,7 @@ Shapes below: T tokens, H query heads, Hkv key and value heads, D elements a hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,12 @@ from engine.model.weights import LayerWeights, ModelWeights
 
 if TYPE_CHECKING:
     from engine.model.attention import Attention, Plan
+
+SMALL_BATCH = (4, 16)
+"""Rows for which oneDNN multiplies faster than MKL in float32."""
+ONE_DNN: Callable[..., torch.Tensor] | None = (
+    getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+)
 
 
 class Transformer:
@@ -92,7 +99,7 @@ class Transformer:
     @torch.inference_mode()
     def logits(self, normalised: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary] in float32."""
-        return F.linear(normalised, self.weights.head).float()
+        return project(normalised, self.weights.head).float()
 
     def _attend(
         self,
@@ -117,7 +124,7 @@ class Transformer:
 
     def _feed_forward(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
         x = rms_norm(x, layer.post_norm, self.spec.norm_eps)
-        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        gate, up = project(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         return F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
 
     def _tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,9 +132,22 @@ class Transformer:
         return cos.to(self.device), sin.to(self.device)
 
 
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear`` for tall matrices: x [rows, in] · weight [out, in]ᵀ + bias.
+
+    In float32 on a CPU a handful of rows goes to oneDNN instead of MKL. One core, SmolLM2's shapes, 8 rows: head 14.9 ms
+    instead of 29.9, gate-up of all layers 30.6 instead of 41.8; outside of 4 to 16 rows MKL is as quick or quicker.
+    """
+    few = x.dtype == torch.float32 and x.device.type == "cpu" and SMALL_BATCH[0] <= x.shape[0] <= SMALL_BATCH[1]
+    if few and ONE_DNN is not None:
+        return ONE_DNN(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, x / sqrt(mean(x²) + eps) · weight, computed in float32."""
     if x.dtype == torch.float32:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps)) * weight
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_() * weight
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))).to(x.dtype) * weight
