@@ -49,7 +49,7 @@ def _judge_number(block: Predict | Question, given: float, truth: float) -> Verd
     if abs(difference) <= 1e-9 * max(1.0, abs(truth)):
         return Verdict(True, "exactly right")
     unit = f" {block.unit}" if block.unit else ""
-    return Verdict(close, f"{number(abs(difference))}{unit} too {'many' if difference > 0 else 'few'}")
+    return Verdict(close, f"{number(abs(difference))}{unit} too {'high' if difference > 0 else 'low'}")
 
 
 def right_option(question: Question) -> str:
@@ -75,8 +75,7 @@ def say(answer: Answer | None, block: Any = None) -> str:
         return " → ".join(texts.get(item, item) for item in answer)
     if isinstance(answer, str):
         return texts.get(answer, answer)
-    unit = getattr(block, "unit", "")
-    return f"{number(float(answer))} {unit}".strip()
+    return f"{getattr(block, 'prefix', '')} {number(float(answer))} {getattr(block, 'unit', '')}".strip()
 
 
 def fill(text: str, values: Mapping[str, Value], runs: Runs) -> str:

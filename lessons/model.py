@@ -63,6 +63,8 @@ class Predict(Block, frozen=True, kw_only=True, tag="predict"):
     kind: Literal["number", "choice", "order"] = "number"
     answer: str
     unit: str = ""
+    prefix: str = ""
+    """A word before the number: 'step' makes "step 3"."""
     tolerance: float = 0.0
     factor: float = 1.0
     options: tuple[Option, ...] = ()
@@ -148,6 +150,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     options: tuple[Option, ...] = ()
     answer: str = ""
     unit: str = ""
+    prefix: str = ""
     tolerance: float = 0.0
     right: str = ""
     wrong: str = ""

@@ -6,18 +6,11 @@ import streamlit as st
 
 from app.course.gauges import FIGURES, Reading
 from app.course.progress import MAX_UPLOAD, Progress, ProgressError, Store, check_progress, read_progress
+from app.course.style import style
+from app.figures.palette import theme as theme_named
 from app.reading import current_lab
 from lessons.catalogue import catalogue, course, glossary, slug
 from lessons.model import Lesson, Node
-
-STYLE = """
-<style>
-.lesson-words dt { font-weight: 600; scroll-margin-top: 5rem; }
-.lesson-words dd { margin: 0 0 0.4rem 1rem; }
-.lesson-words { columns: 22rem; }
-.lesson-words div { break-inside: avoid; }
-</style>
-"""
 
 
 def course_page(store: Store) -> None:
@@ -25,7 +18,7 @@ def course_page(store: Store) -> None:
     lab = current_lab()
     progress = store.load()
     lessons = catalogue()
-    st.html(STYLE)
+    st.html(style(theme_named("dark" if st.context.theme.type == "dark" else "light")))
     st.title("Lessons", anchor=False)
     st.markdown(
         "Each lesson asks you to predict something, runs it on your engine, and shows how far apart you were. "
