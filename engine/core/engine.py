@@ -140,44 +140,58 @@ class Engine:
                 self._refused += 1
                 raise
             now = self.clock.now()
-            identity = request_id if request_id is not None else self._new_id(params.n)
             order = next(self._orders)
-            seed = params.seed if params.seed is not None else _mix(self._seed, [order])
-            samples = _sample_ids(identity, params.n)
-            group = []
-            for index, sample in enumerate(samples):
-                trace = RequestTrace(
-                    request_id=sample,
-                    number=next(self._numbers),
-                    parent_id=identity if index else "",
-                    samples=samples if params.n > 1 else (),
-                    arrival=arrival if arrival is not None else now,
-                    tokenised=tokenised if tokenised is not None else now,
-                    queued=now,
-                    prompt_tokens=len(prompt_token_ids),
-                    priority=priority,
-                    max_tokens=max_tokens,
-                    seed=seed,
-                )
-                group.append(
-                    Request(
-                        sample,
-                        prompt_token_ids,
-                        params,
-                        trace=trace,
-                        max_tokens=max_tokens,
-                        order=order,
-                        priority=priority,
-                        cache_salt=cache_salt,
-                        seed=_mix(seed, prompt_token_ids),
-                        sample_index=index,
-                        eos_token_ids=self._eos_token_ids,
-                        decoder=self._codec.decoder(prompt_token_ids, params.skip_special_tokens) if self._codec else None,
-                        prompt=prompt,
-                    )
-                )
-            self._enter(group)
-            return identity
+            samples = _sample_ids(request_id if request_id is not None else self._new_id(params.n), params.n)
+            life = RequestTrace(
+                request_id=samples[0],
+                samples=samples if params.n > 1 else (),
+                arrival=arrival if arrival is not None else now,
+                tokenised=tokenised if tokenised is not None else now,
+                queued=now,
+                prompt_tokens=len(prompt_token_ids),
+                priority=priority,
+                max_tokens=max_tokens,
+                seed=params.seed if params.seed is not None else _mix(self._seed, [order]),
+            )
+            self._enter(
+                [
+                    self._sample(index, name, life, prompt_token_ids, params, order, cache_salt, prompt)
+                    for index, name in enumerate(samples)
+                ]
+            )
+            return samples[0]
+
+    def _sample(
+        self,
+        index: int,
+        name: str,
+        life: RequestTrace,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        order: int,
+        cache_salt: str | None,
+        prompt: str | None,
+    ) -> Request:
+        """One sample of a request; ``life`` is the trace that all of them start with."""
+        trace = _copy(life)
+        trace.request_id = name
+        trace.number = next(self._numbers)
+        trace.parent_id = life.request_id if index else ""
+        return Request(
+            name,
+            prompt_token_ids,
+            params,
+            trace=trace,
+            max_tokens=life.max_tokens,
+            order=order,
+            priority=life.priority,
+            cache_salt=cache_salt,
+            seed=_mix(life.seed, prompt_token_ids),
+            sample_index=index,
+            eos_token_ids=self._eos_token_ids,
+            decoder=self._codec.decoder(prompt_token_ids, params.skip_special_tokens) if self._codec else None,
+            prompt=prompt,
+        )
 
     def _new_id(self, samples: int) -> str:
         while True:

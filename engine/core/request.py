@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 from engine.core.outputs import IncrementalDecoder, Logprob
@@ -17,6 +18,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence: a prompt and the tokens generated so far.
 
@@ -30,66 +32,51 @@ class Request:
     which is the rest of the prompt at first and 1 later on.
     """
 
-    __slots__ = (
-        "block_hashes", "block_table", "cache_salt", "cached_uid", "decoder", "eos_token_ids", "forks", "group",
-        "high_water", "logprobs", "max_tokens", "num_cached_blocks", "num_computed_tokens", "num_prompt_tokens", "order",
-        "params", "priority", "prompt", "reported_text", "request_id", "sample_index", "seed", "shared", "status", "text",
-        "token_ids", "trace", "urgency",
-    )  # fmt: skip
+    request_id: str
+    token_ids: list[int]
+    """The prompt (copied when the request is made) and the tokens generated so far."""
+    params: SamplingParams
+    _: KW_ONLY
+    trace: RequestTrace
+    max_tokens: int
+    order: int = 0
+    """Arrival order; the samples of a request share it."""
+    priority: int = 0
+    cache_salt: str | None = None
+    seed: int = 0
+    sample_index: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    decoder: IncrementalDecoder | None = None
+    prompt: str | None = None
+    num_prompt_tokens: int = field(init=False)
+    urgency: tuple[int, int, int] = field(init=False)
+    """(priority, arrival, sample): smaller is served first. Set by the scheduler: its policy decides about priority."""
+    status: Status = field(init=False, default=Status.WAITING)
+    num_computed_tokens: int = field(init=False, default=0)
+    high_water: int = field(init=False, default=0)
+    """Most tokens ever computed: what lies below it is recomputed."""
+    block_table: list[int] = field(init=False, default_factory=list)
+    block_hashes: list[bytes] = field(init=False, default_factory=list)
+    num_cached_blocks: int = field(init=False, default=0)
+    """Blocks at the start of the table that the prefix cache knows."""
+    cached_uid: int | str | None = field(init=False)
+    """Content identity of the last of them."""
+    forks: list[Request] = field(init=False, default_factory=list)
+    """Samples that wait for this one's prompt to be computed."""
+    group: list[Request] = field(init=False, default_factory=list)
+    """All samples of the request, this one included, when n > 1."""
+    shared: bool = field(init=False, default=False)
+    """Whether a partial block of the table may be shared, so that writing needs a look at the reference count."""
+    logprobs: list[dict[int, Logprob]] = field(init=False, default_factory=list)
+    text: str = field(init=False, default="")
+    reported_text: int = field(init=False, default=0)
+    """Characters of ``text`` that a stream has shown."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        trace: RequestTrace,
-        max_tokens: int,
-        order: int = 0,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        seed: int = 0,
-        sample_index: int = 0,
-        eos_token_ids: frozenset[int] = frozenset(),
-        decoder: IncrementalDecoder | None = None,
-        prompt: str | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.params = params
-        self.trace = trace
-        self.max_tokens = max_tokens
-        self.order = order
-        """Arrival order; the samples of a request share it."""
-        self.urgency: tuple[int, int, int] = (0, order, sample_index)
-        """(priority, arrival, sample): smaller is served first. Set by the scheduler: its policy decides about priority."""
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.seed = seed
-        self.sample_index = sample_index
-        self.eos_token_ids = eos_token_ids
-        self.decoder = decoder
-        self.prompt = prompt
-        self.status = Status.WAITING
-        self.num_computed_tokens = 0
-        self.high_water = 0
-        """Most tokens ever computed: what lies below it is recomputed."""
-        self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []
-        self.num_cached_blocks = 0
-        """Blocks at the start of the table that the prefix cache knows."""
-        self.cached_uid: int | str | None = cache_salt
-        """Content identity of the last of them."""
-        self.forks: list[Request] = []
-        """Samples that wait for this one's prompt to be computed."""
-        self.group: list[Request] = []
-        """All samples of the request, this one included, when n > 1."""
-        self.shared = False
-        """Whether a partial block of the table may be shared, so that writing needs a look at the reference count."""
-        self.logprobs: list[dict[int, Logprob]] = []
-        self.text = ""
-        self.reported_text = 0
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.urgency = (0, self.order, self.sample_index)
+        self.cached_uid = self.cache_salt
 
     @property
     def num_tokens(self) -> int:

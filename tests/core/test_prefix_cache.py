@@ -252,3 +252,14 @@ def test_two_requests_share_blocks_while_both_run():
     drain(engine)
     assert_oracle(engine, first)
     assert_oracle(engine, second)
+
+
+def test_the_salt_goes_into_the_first_digest_and_each_digest_into_the_next():
+    asked = []
+
+    def recording(parent, tokens, salt):
+        asked.append((parent, len(tokens), salt))
+        return bytes([len(asked)])
+
+    run(make(block_hash=recording, block_size=4, num_kv_blocks=8), 12, 1, cache_salt="s")
+    assert asked == [(b"", 4, "s"), (b"\x01", 4, None), (b"\x02", 4, None)]
