@@ -280,7 +280,7 @@ def scalar(text: str) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes so that ``scalar`` reads it back: words that would become something else are quoted."""
+    """Writes so that ``scalar`` reads it back: words that would become something else, and rare line ends, are quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -288,7 +288,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: _Dumper, text: str) -> Any:
     try:
-        safe = isinstance(scalar(text), str)
+        safe = isinstance(scalar(text), str) and text.replace("\n", "").isprintable()
     except ValueError:
         safe = False
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if safe else '"')

@@ -27,8 +27,18 @@ from engine.core.trace import RequestTrace, StepTrace
 from engine.workload.arrivals import ArrivalStream
 from engine.workload.check import WorkloadError
 from engine.workload.prompts import Encode, PromptMaker
-from engine.workload.spec import PlannedRequest, RequestSource, WorkloadSpec, arrival_stream, listed, whole_step
+from engine.workload.spec import (
+    MAX_REQUESTS,
+    PlannedRequest,
+    RequestSource,
+    WorkloadSpec,
+    arrival_stream,
+    listed,
+    whole_step,
+)
 
+MAX_AT_ONCE = 1024
+"""Most requests of one ``due``. The rest comes with the next call, its due times unchanged."""
 MAX_SLEEP = 0.02
 """Longest sleep of an idle offline run, seconds: how soon it hears of a cancel."""
 _ROUNDING = 1e-9
@@ -127,8 +137,8 @@ class Driver:
             self._skipped += int(self._next() - moment)
             self._check_stop(now, step)
             moment = self._moment(now, step)
-        self._take(moment)
-        taken, self._ready = self._ready, []
+        self._take(moment, MAX_AT_ONCE)
+        taken, self._ready = self._ready[:MAX_AT_ONCE], self._ready[MAX_AT_ONCE:]
         return [self._send(request, now) for request in taken]
 
     def next_due(self) -> float | None:
@@ -186,7 +196,7 @@ class Driver:
             raise WorkloadError(f"{kind} has no rate to change: use process='poisson', 'constant' or 'bursty'")
         if self._start is not None:
             self._check_stop(now, step)
-            self._take(self._moment(now, step))
+            self._take(self._moment(now, step), MAX_REQUESTS)
         self._stream.set_rate(rate, self._moment(now, step) if self._start is not None else 0.0)
 
     def stop(self) -> None:
@@ -256,10 +266,10 @@ class Driver:
             return bool(self._in_flight)
         return self._stream is not None and self._stream.rate == 0.0
 
-    def _take(self, moment: float) -> None:
-        """Collect what is due until ``moment``."""
+    def _take(self, moment: float, most: int) -> None:
+        """Collect what is due until ``moment``, until ``most`` are ready."""
         moment += _ROUNDING * max(1.0, abs(moment))
-        while self._next() <= moment:
+        while len(self._ready) < most and self._next() <= moment:
             if self._list is not None:
                 self._ready.append(self._list[self._place])
                 self._place += 1

@@ -49,7 +49,28 @@ def test_what_is_written_reads_back_equal(value, form):
 
 @pytest.mark.parametrize(
     "word",
-    ["1e3", "on", "off", "yes", "no", "null", "~", "true", "1_000", "0x10", "010", ".5", "1.", "", "-", "12:30", "=", "<<"],
+    [
+        "1e3",
+        "on",
+        "off",
+        "yes",
+        "no",
+        "null",
+        "~",
+        "true",
+        "1_000",
+        "0x10",
+        "010",
+        ".5",
+        "1.",
+        "",
+        "-",
+        "12:30",
+        "=",
+        "<<",
+        "\x85",
+        "a\x85 b",
+    ],
 )
 def test_words_that_look_like_something_else_stay_texts(word):
     value = Outer(title=word, extra={word: word})

@@ -144,6 +144,14 @@ def test_the_rate_changes_live_and_stops_and_goes_on():
     assert driver.due(1e6, 7) == []
 
 
+def test_a_long_standstill_is_made_up_for_in_bounded_portions():
+    driver = Driver(generated(3000, process="constant", rate=1000.0), start=0.0)
+    portions = [driver.due(60.0, step) for step in range(4)]
+    assert [len(portion) for portion in portions] == [1024, 1024, 952, 0]
+    assert [item.arrival for portion in portions for item in portion] == pytest.approx([i / 1000 for i in range(3000)])
+    assert driver.ended
+
+
 def test_what_was_due_before_a_change_of_rate_still_comes():
     driver = Driver(generated(100, process="constant", rate=1.0), start=0.0)
     driver.set_rate(0.0, 3.5, 0)
