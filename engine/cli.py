@@ -1,4 +1,4 @@
-"""The command line: ``inference-lab lab | generate | doctor | version``.
+"""The command line: ``inference-lab lab | generate | run | doctor | version``.
 
 Nothing heavy is imported until a command needs it, so ``--help`` answers at once.
 """
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None reads the process's own.
 
     Returns:
-        0 when it worked; 1 when ``doctor`` found a problem; 2 for a mistake in what was asked, told in one line on stderr.
+        0 when it worked; 1 when ``doctor`` found a problem or an experiment did not give what it expects; 2 for a mistake in what was asked, told in one line on stderr.
     """
     arguments = build_parser().parse_args(argv)
     try:
@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_lab(commands)
     _add_generate(commands)
+    _add_run(commands)
     _add_doctor(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(command=_version)
@@ -114,6 +115,17 @@ def _add_generate(commands: Any) -> None:
     generate.set_defaults(command=_generate)
 
 
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser("run", help="run an experiment: the same requests on several configurations, compared")
+    run.add_argument("file", metavar="FILE", help="an experiment file (YAML or JSON), or the name of a ready-made one")
+    _add_model_options(run)
+    run.set_defaults(model=None)
+    run.add_argument("--repetitions", type=_positive, help="measured runs of each variant (default: what the file says)")
+    run.add_argument("--json", action="store_true", help="print the whole result as JSON instead of a table")
+    run.add_argument("--report", metavar="PATH", help="write an HTML report with charts there")
+    run.set_defaults(command=_run)
+
+
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="what this machine offers, what is in the way, what to do")
     doctor.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"port to look at (default {DEFAULT_PORT})")
@@ -141,6 +153,62 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     settle_threads(None)
     return run(port=arguments.port, as_json=arguments.json, measure=not arguments.no_measure)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from engine.serve.experiments import run_file
+    from engine.workload.experiment import load_experiments, read_experiment
+    from engine.workload.results import text_report, with_repetitions, write_result
+
+    path = Path(arguments.file)
+    ready = None if path.suffix or path.exists() else load_experiments()
+    if ready is not None:
+        experiment = ready.find(arguments.file)
+        if experiment is None:
+            names = ", ".join(each.id for each in ready.experiments)
+            raise ValueError(f"there is no experiment {arguments.file!r}: give a file, or one of {names}")
+    else:
+        experiment = read_experiment(path)
+    if arguments.repetitions is not None:
+        experiment = with_repetitions(experiment, arguments.repetitions)
+    result = run_file(
+        experiment,
+        model=arguments.model or experiment.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+        on_progress=_ProgressLine(),
+    )
+    if arguments.report:
+        from app.experiments.exports import report
+
+        Path(arguments.report).write_text(report(result), encoding="utf-8")
+    if arguments.json:
+        sys.stdout.write(write_result(result).decode() + "\n")
+    else:
+        print(text_report(result))
+    return 0 if all(outcome.holds for outcome in result.outcomes()) else 1
+
+
+class _ProgressLine:
+    """An experiment's progress on standard error: one line that is overwritten for a person, one a run in a log."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, progress: Any) -> None:
+        left = "" if progress.seconds_left is None else f", about {progress.seconds_left:,.0f} s left"
+        line = f"{progress.done} of {progress.total} runs: {progress.text}{left}"
+        if line == self._last:
+            return
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line}", end="\n" if progress.state != "running" else "", file=sys.stderr, flush=True)
+        elif progress.text != self._last:
+            print(line, file=sys.stderr, flush=True)
+            line = progress.text
+        self._last = line
 
 
 def _version(arguments: argparse.Namespace) -> int:

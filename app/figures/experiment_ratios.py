@@ -55,7 +55,9 @@ def experiment_ratios(found: Sequence[Difference], theme: Theme) -> Figure:
             height=30 * max(1, len(names)) + 96,
             margin={"l": 178, "r": 14, "t": 8, "b": 84},
             showlegend=len(variants) > 1,
-            legend={"orientation": "h", "x": 0, "y": -0.02, "yref": "container", "yanchor": "bottom", "font": {"color": theme.ink}},
+            legend={
+                "orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "font": {"color": theme.ink},
+            },
             xaxis=axis(
                 theme, type="log", range=[-reach, reach], title=f"times {base} (filled: clear; hollow: not told from noise)",
                 tickvals=list(TICKS), ticktext=[f"{tick:g}" for tick in TICKS],

@@ -1,4 +1,4 @@
-"""The batches of several variants, one above the other on one time axis and one scale, and a slider that plays them together.
+"""The batches of several variants, one above the other on one time axis and one scale, and a slider that plays them all.
 
 ::
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from app.figures.batch import KIND_WORDS, KINDS, MOST_LEVELS, batch_figure, heights, parts
+from app.figures.batch import KIND_WORDS, KINDS, batch_figure, heights, parts
 from app.figures.palette import Theme, mix
 from app.figures.template import Figure, axis, layout
 from engine.core.trace import StepTrace
@@ -119,8 +119,8 @@ def experiment_timelines(shown: Sequence[RunRecords], theme: Theme) -> Figure:
         shapes=[_cursor(theme, 0.0)],
         annotations=_titles(tracks, 0.0, plot, theme),
         legend={
-            "orientation": "h", "x": 1, "xanchor": "right", "y": PROGRESS / plot, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)",
-            "font": {"color": theme.ink, "size": 12},
+            "orientation": "h", "x": 1, "xanchor": "right", "y": PROGRESS / plot, "yanchor": "bottom",
+            "bgcolor": "rgba(0,0,0,0)", "font": {"color": theme.ink, "size": 12},
         },
         sliders=[_slider(end, factor, unit, theme)],
         updatemenus=[_buttons(theme)],
@@ -251,7 +251,9 @@ def _slider(end: float, factor: float, unit: str, theme: Theme) -> dict[str, Any
     digits = 0 if factor > 1 and end > 0.05 else 2
     return {
         "active": 0, "x": 0.0, "len": 1.0, "y": 0, "yanchor": "top", "pad": {"t": 62, "b": 0, "l": 118},
-        "currentvalue": {"prefix": "both at ", "suffix": f" {unit}", "font": {"color": theme.ink, "size": 12}, "xanchor": "left"},
+        "currentvalue": {
+            "prefix": "all at ", "suffix": f" {unit}", "font": {"color": theme.ink, "size": 12}, "xanchor": "left",
+        },
         "font": {"color": theme.muted, "size": 10}, "bgcolor": theme.panel, "activebgcolor": theme.line,
         "bordercolor": theme.line, "tickcolor": theme.line, "ticklen": 3, "minorticklen": 0,
         "steps": [
@@ -283,12 +285,11 @@ def _buttons(theme: Theme) -> dict[str, Any]:
 def _ticks(top: int) -> dict[str, Any]:
     values = [0, *(value for value in (1, 4, 16, 64, 256, 1024, 4096, 16384) if value <= top)]
     return {
-        "title": "tokens (√)", "tickvals": [math.sqrt(value) for value in values], "ticktext": [f"{value:,}" for value in values],
-    }  # fmt: skip
+        "title": "tokens (√)",
+        "tickvals": [math.sqrt(value) for value in values],
+        "ticktext": [f"{value:,}" for value in values],
+    }
 
 
 def _round(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-__all__ = ["DASHES", "MOST_LEVELS", "SYMBOLS", "Track", "experiment_timelines", "experiment_timelines_alt"]

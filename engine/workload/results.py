@@ -472,6 +472,37 @@ def spreads(result: ExperimentResult, variant: str) -> dict[str, Spread]:
     return {name: spread(result.values(variant, name)) for name in NUMBERS}
 
 
+def with_repetitions(experiment: Experiment, repetitions: int) -> Experiment:
+    """The same experiment, measured so many times.
+
+    Raises:
+        WorkloadError: out of range.
+    """
+    return msgspec.structs.replace(experiment, repetitions=repetitions)
+
+
+def text_report(result: ExperimentResult) -> str:
+    """The result for a terminal: a table of medians and ranges, what differs in words, what was expected."""
+    variants = [variant.name for variant in result.experiment.variants]
+    found = {name: spreads(result, name) for name in variants}
+    rows = [["", *variants]]
+    for name, number in NUMBERS.items():
+        if any(found[variant][name].count for variant in variants):
+            unit = f", {number.unit}" if number.unit else ""
+            rows.append([f"{number.label}{unit}", *(spread_text(found[variant][name], name) for variant in variants)])
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = [result.experiment.title, ""]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    told = [f"  {NUMBERS[d.name].label}: {d.words}" for d in differences(result) if d.kind in ("clear", "counted")]
+    if told:
+        lines += ["", "What differs:", *told]
+    outcomes = result.outcomes()
+    if outcomes:
+        lines += ["", "Expected, by counting:", *(f"  {'holds' if o.holds else 'FAILS'}  {o.text}" for o in outcomes)]
+    lines += [f"Note: {text}" for text in [*result.trouble, *([f"{result.others}."] if result.others else [])]]
+    return "\n".join(lines)
+
+
 # May they be compared? ----------------------------------------------------------------------------------------------------
 
 
