@@ -43,3 +43,39 @@ def block_tables(
             }
         )
     return rows
+
+
+def extents(
+    tables: Mapping[str, Sequence[int]],
+    computed: Mapping[str, int],
+    numbers: Mapping[str, int],
+    block_size: int,
+    num_blocks: int,
+) -> list[dict[str, Any]]:
+    """The contiguous layout in pool order: each request's extent, and the holes between them.
+
+    A row has ``first`` and ``last`` block, and either the owner with ``used`` of ``tokens`` slots (the rest is reserved but
+    unused: internal waste), or ``number`` None: a hole. Holes too short for a request are external fragmentation.
+    """
+    owned = sorted((table[0], table[-1], request) for request, table in tables.items() if table and request in numbers)
+    rows: list[dict[str, Any]] = []
+    free_from = 1
+    for first, last, request in [*owned, (num_blocks + 1, num_blocks + 1, "")]:
+        if first > free_from:
+            hole = {"first": free_from, "last": first - 1, "number": None, "tokens": (first - free_from) * block_size}
+            rows.append({**hole, "id": "", "letter": "", "used": 0})
+        if request:
+            number = numbers[request]
+            rows.append(
+                {
+                    "first": first,
+                    "last": last,
+                    "number": number,
+                    "tokens": (last - first + 1) * block_size,
+                    "id": request,
+                    "letter": letter(number),
+                    "used": computed.get(request, 0),
+                }
+            )
+        free_from = last + 1
+    return rows

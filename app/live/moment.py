@@ -17,7 +17,7 @@ from app.figures.palette import Theme
 from app.figures.palette import theme as theme_named
 from app.figures.pool import PoolView, Use, columns, pool_alt, pool_figure
 from app.figures.story import ENDS, jumps, reason_words, story
-from app.figures.tables import block_tables
+from app.figures.tables import block_tables, extents
 from app.figures.tiles import gauges, latency_rows
 from app.figures.timeline import choose, timeline_alt, timeline_figure
 from app.live.ledger import Ledger, LiveLedger, past
@@ -139,11 +139,17 @@ def sections(view: Scene, log: Log) -> dict[str, Any]:
         "tables": block_tables(
             view.ledger.pool.tables, view.ledger.pool.computed, numbers, view.config.block_size, view.ledger.allocated
         ),
+        "extents": _extents(view) if view.config.kv_layout == "contiguous" else None,
         "tiles": _tiles(view, log),
         "story": story(view.recent, numbers),
         "focus": _focus(view, log),
         "notices": [notice.text for notice in view.log.notices][-3:],
     }  # fmt: skip
+
+
+def _extents(view: Scene) -> list[dict[str, Any]]:
+    pool, config = view.ledger.pool, view.config
+    return extents(pool.tables, pool.computed, view.numbers, config.block_size, config.num_kv_blocks)
 
 
 def _around(log: Log, cursor: int | None) -> list[StepTrace]:

@@ -2,7 +2,7 @@
 import { h, post, setText } from "./dom.js";
 import { Charts } from "./charts.js";
 import { engineForm } from "./form.js";
-import { renderFocus, renderHead, renderRequests, renderStory, renderTables, renderTiles } from "./panels.js";
+import { renderExtents, renderFocus, renderHead, renderRequests, renderStory, renderTables, renderTiles } from "./panels.js";
 import { transport } from "./transport.js";
 
 const EMPTY = {
@@ -276,7 +276,10 @@ class View {
     if (dirty.has("head")) this.form.fill(s.head);
     if (dirty.has("trouble")) this.trouble(s.trouble);
     if (dirty.has("requests")) renderRequests(this, s.requests || []);
-    if (dirty.has("tables")) renderTables(this, s.tables || []);
+    if (dirty.has("tables") || dirty.has("extents")) {
+      if (s.extents) renderExtents(this, s.extents);
+      else renderTables(this, s.tables || []);
+    }
     if (dirty.has("tiles")) renderTiles(this, s.tiles);
     if (dirty.has("story")) renderStory(this, s.story || []);
     if (dirty.has("focus")) renderFocus(this, s.focus);

@@ -115,6 +115,25 @@ export function renderTables(view, tables) {
   );
 }
 
+/** The contiguous layout: one bar an extent, used and reserved part told apart, and the holes between them. */
+export function renderExtents(view, rows) {
+  setText(view.tablesTitle, "extents and holes, in pool order");
+  const longest = Math.max(1, ...rows.map((row) => row.tokens));
+  view.tables.replaceChildren(
+    ...rows.map((row) => {
+      const hole = row.number === null;
+      const blocks = row.first === row.last ? `block ${row.first}` : `blocks ${row.first}–${row.last}`;
+      const words = hole ? `hole: ${number(row.tokens)} tokens free` : `${number(row.used)} of ${number(row.tokens)} tokens used, the rest is reserved`;
+      return h("div", { class: "lab-extent" + (hole ? " lab-hole" : "") + (row.id && row.id === view.look.selected ? " lab-selected" : ""), title: `${blocks}: ${words}`,
+        style: hole ? {} : { "--hue": hue(row.number) } },
+        h("span", { class: "lab-badge", style: hole ? {} : { background: hue(row.number) } }, hole ? "·" : row.letter),
+        h("span", { class: "lab-bar-track", style: { width: Math.max(6, (60 * row.tokens) / longest) + "%" } },
+          h("span", { class: "lab-bar-used", style: { width: (100 * row.used) / Math.max(1, row.tokens) + "%" } })),
+        h("small", {}, hole ? `${number(row.tokens)} free` : `${number(row.used)}/${number(row.tokens)}`));
+    }),
+  );
+}
+
 export function renderTiles(view, tiles) {
   if (!tiles) return;
   const head = h("tr", {}, h("th", { scope: "col" }, h("span", { class: "lab-tilehead" }, "Latency"), h("small", {}, " ms")),
