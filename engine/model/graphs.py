@@ -278,6 +278,7 @@ class DecodeGraphs:
         backend: records and replays.
         splits_for: splits of a bucket's attention (``TritonAttention.splits_for`` with the longest context allowed).
         sampling: kinds to capture for every bucket.
+        sizes: the buckets, ascending; default ``buckets(buffers.most_rows)``.
     """
 
     def __init__(
@@ -287,10 +288,11 @@ class DecodeGraphs:
         backend: GraphBackend,
         splits_for: Callable[[int], int],
         sampling: Sequence[Sampling] = ("greedy", "draw", "logits"),
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.buffers = buffers
         self._step, self._backend, self._splits_for, self._sampling = step, backend, splits_for, sampling
-        self._buckets = buckets(buffers.most_rows)
+        self._buckets = list(sizes or buckets(buffers.most_rows))
         self._graphs: dict[GraphKey, tuple[Replay, torch.Tensor | None]] = {}
         self.graph_bytes = 0
         """Device memory taken by all graphs, measured; to be left out of what the KV pool may have."""
@@ -322,14 +324,16 @@ class DecodeGraphs:
         replay()
         return self._output(len(rows), logits)
 
-    def run_eagerly(self, rows: Sequence[DecodeRow], sampling: Sampling) -> DecodeOutput:
-        """The same step without padding and without a graph, to compare with.
+    def run_eagerly(self, rows: Sequence[DecodeRow], sampling: Sampling, padded: bool = False) -> DecodeOutput:
+        """The same step without a graph, to compare with; ``padded`` up to the bucket that a graph would have.
 
         Raises:
             ValueError: for more rows than the buffers hold.
         """
-        self.buffers.fill(rows, len(rows))
-        return self._output(len(rows), self._step(GraphKey(len(rows), self._splits_for(len(rows)), sampling)))
+        key = self.key_for(len(rows), sampling) if padded else None
+        key = key or GraphKey(len(rows), self._splits_for(len(rows)), sampling)
+        self.buffers.fill(rows, key.rows)
+        return self._output(len(rows), self._step(key))
 
     def _record(self, key: GraphKey, logits: list[torch.Tensor | None]) -> None:
         logits.append(self._step(key))

@@ -250,7 +250,7 @@ class TritonAttention(SdpaAttention):
             "NUM_KV": self.num_kv_heads,
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
-            "WIDTH": power_of_two(self.head_dim),
+            "WIDTH": max(16, power_of_two(self.head_dim)),  # a matrix unit takes 16 at least
         }
         for tiles in plan.launches:
             count, shape = tiles.table.shape[0], tiles.shape

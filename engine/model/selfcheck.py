@@ -1,0 +1,297 @@
+"""Is the fast way right on this very GPU? Asked at start, on random input, in a few seconds; a wrong answer switches it off.
+
+Kernels are compiled on the spot for whatever GPU is there, by whatever compiler came along. A combination that nobody has
+tried must not give wrong lessons. So what runs fast is first compared with what is known to be right::
+
+    Triton attention     with    torch SDPA in float32            one batch: chunks, decodes, block edges, splits, padding
+    fused kernels        with    plain torch
+    CUDA graph           with    the same step without a graph    garbage in every buffer first
+
+Each check gives its largest difference and what is allowed. A check that fails, or raises, takes its part out of use, and
+what is built on it: without Triton attention there are no graphs. (An illegal memory access can't be survived: it ends
+the process, and the engine is then started with ``attention="sdpa"``.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.model.attention import Span
+from engine.model.attention.sdpa import SdpaAttention
+from engine.model.fused import add_rms_norm, rms_norm, silu_mul
+from engine.model.graphs import (
+    CudaGraphs,
+    DecodeBuffers,
+    DecodeGraphs,
+    DecodeOutput,
+    DecodeRow,
+    DecodeStep,
+    GraphBackend,
+    Sampling,
+)
+from engine.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from engine.model.attention.triton_backend import TritonAttention
+
+ALLOWED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Largest difference between numbers of about 1, by number format: a few units in the last place."""
+MakeAttention = Callable[..., "TritonAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison. ``difference`` is the largest one found, relative to the largest expected number; NaN if none."""
+
+    name: str
+    passed: bool
+    difference: float
+    allowed: float
+    seconds: float
+    problem: str = ""
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if self.problem:
+            return f"{self.name}: {self.problem}"
+        verdict = "right" if self.passed else "WRONG"
+        return f"{self.name}: {verdict}, differs by {self.difference:.1e} at most, {self.allowed:.1e} allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What may be used on this machine, and why not what may not."""
+
+    triton: bool
+    fused: bool
+    graphs: bool
+    checks: tuple[Check, ...] = ()
+    reason: str = ""
+    """Empty when everything is in use; otherwise a sentence for the page."""
+
+    @property
+    def seconds(self) -> float:
+        """Time that the checks took."""
+        return sum(check.seconds for check in self.checks)
+
+
+def self_check(
+    model: Transformer,
+    block_size: int,
+    *,
+    longest: int = 1500,
+    make_attention: MakeAttention | None = None,
+    graph_backend: GraphBackend | None = None,
+) -> Verdict:
+    """Compare the fast ways with the plain ones, in the model's shapes and number format.
+
+    Args:
+        model: to take shapes from, and to run a few decode steps of.
+        block_size: of the KV pool.
+        longest: keys of the longest sequence in the attention check; enough to be split.
+        make_attention: makes the backend under test; default: Triton's, on a CUDA device with Triton installed.
+        graph_backend: records graphs; default: CUDA's.
+    """
+    if make_attention is None:
+        problem = _unavailable(model.device)
+        if problem:
+            return Verdict(triton=False, fused=False, graphs=False, reason=problem)
+    make = make_attention or _triton_attention
+    dtype = model.dtype
+    attention = _timed("attention", lambda: _attention_difference(model, block_size, longest, make), dtype)
+    fused = _timed("fused kernels", lambda: _fused_difference(model), dtype)
+    checks = [attention, fused]
+    if attention.passed:
+        checks.append(_timed("CUDA graph", lambda: _graph_difference(model, block_size, make, graph_backend), dtype))
+    graphs = attention.passed and checks[-1].passed
+    return Verdict(attention.passed, fused.passed, graphs, tuple(checks), _reason(checks))
+
+
+def _triton_attention(**settings: Any) -> TritonAttention:
+    from engine.model.attention.triton_backend import TritonAttention
+
+    return TritonAttention(**settings)
+
+
+def _unavailable(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "The fast kernels need an NVIDIA GPU; torch computes instead."
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed, so torch computes attention: install the CUDA build of torch, which brings it."
+    return ""
+
+
+def _reason(checks: list[Check]) -> str:
+    failed = [str(check) for check in checks if not check.passed]
+    if not failed:
+        return ""
+    return f"The fast way is off where its check at start failed; torch's own kernels compute instead. {'; '.join(failed)}."
+
+
+def _timed(name: str, measure: Callable[[], float], dtype: torch.dtype) -> Check:
+    """Run a check. Whatever it raises is a reason not to trust the kernels, not to stop the engine."""
+    start = time.perf_counter()
+    try:
+        with torch.inference_mode():
+            difference = measure()
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0][:300]
+        problem = f"failed with {type(error).__name__}: {first_line}"
+        return Check(name, False, float("nan"), ALLOWED[dtype], time.perf_counter() - start, problem)
+    seconds = time.perf_counter() - start
+    return Check(name, difference <= ALLOWED[dtype], difference, ALLOWED[dtype], seconds)
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, as a share of the largest expected number; infinite where one of both is no number."""
+    got, expected = got.double(), expected.double()
+    if not bool((got.isfinite() & expected.isfinite()).all()):
+        return float("inf")
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def _spans(block_size: int, longest: int) -> tuple[list[Span], int]:
+    """A decode at every place around a block's edge, chunks with and without context, a long decode, padding."""
+    edge = block_size
+    decodes = [(longest - 1, 1), (edge - 1, 1), (edge, 1), (edge + 1, 1), (0, 1)]
+    wanted = [*decodes, (0, 2 * edge + 3), (edge + 5, edge + 7), (3, 4)]
+    spans, start, block = [], 0, 1
+    for context, count in wanted:
+        used = -(-(context + count) // block_size)
+        spans.append(Span(start, count, context, list(range(block, block + used))))
+        start, block = start + count, block + used
+    spans.append(Span(start, 1, 0, [0], writes=False))
+    return spans, block - 1
+
+
+def _attention_difference(model: Transformer, block_size: int, longest: int, make_attention: MakeAttention) -> float:
+    """Two layers on one pool whose unwritten slots are NaN, against SDPA in float32; also what they wrote."""
+    spec, device = model.spec, model.device
+    spans, num_blocks = _spans(block_size, longest)
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "num_kv_blocks": num_blocks,
+        "block_size": block_size,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "device": device,
+    }
+    tested = make_attention(**settings, dtype=model.dtype)
+    plain = SdpaAttention(**settings, dtype=torch.float32)
+    assert tested.pool is not None and plain.pool is not None
+    generator = torch.Generator(device).manual_seed(0)
+    _fill_contexts(tested.pool, spans, block_size, generator)
+    plain.pool.copy_(tested.pool.nan_to_num())
+    rows = spans[-1].start + 1
+    shape = (rows, spec.qkv_heads, spec.head_dim)
+    worst = 0.0
+    for layer in range(2):
+        qkv = torch.randn(shape, device=device, generator=generator).to(model.dtype)
+        q, kv = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :].unflatten(1, (2, spec.num_kv_heads))
+        got = tested.attend(layer, q, kv, tested.plan(spans))
+        expected = plain.attend(layer, q.float(), kv.float(), plain.plan(spans))
+        worst = max(worst, _difference(got[:-1], expected[:-1]), float(got[-1].abs().max()))
+        written = [slot for span in spans[:-1] for slot in _slots(span, block_size)]
+        got, expected = (pool[layer].flatten(0, 1)[written] for pool in (tested.pool, plain.pool))
+        worst = max(worst, _difference(got, expected))
+    if bool(tested.pool[:, 0].count_nonzero()):
+        return float("inf")
+    return worst
+
+
+def _fill_contexts(pool: torch.Tensor, spans: list[Span], block_size: int, generator: torch.Generator) -> None:
+    """Random K and V where a context is, NaN where nothing was written yet, zeros in the null block."""
+    pool[:, 1:] = float("nan")
+    slots = pool.flatten(1, 2)
+    for span in spans:
+        held = _slots(span, block_size)[: span.context]
+        if held:
+            shape = (pool.shape[0], len(held), *pool.shape[3:])
+            slots[:, held] = torch.randn(shape, device=pool.device, generator=generator).to(pool.dtype)
+
+
+def _slots(span: Span, block_size: int) -> list[int]:
+    """Slots of all positions of a span."""
+    positions = range(span.context + span.num_tokens)
+    return [span.block_table[p // block_size] * block_size + p % block_size for p in positions]
+
+
+def _fused_difference(model: Transformer) -> float:
+    spec, device, dtype = model.spec, model.device, model.dtype
+    generator = torch.Generator(device).manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    x, added, weight = random(5, spec.hidden_size), random(5, spec.hidden_size), random(spec.hidden_size)
+    sums = x.clone(), x.clone()
+    norms = [add_rms_norm(sums[way], added, weight, spec.norm_eps, kernels=bool(way)) for way in (0, 1)]
+    heads, head_weight = random(5, spec.qkv_heads, spec.head_dim)[:, : spec.num_heads], random(spec.head_dim)
+    head_norms = [rms_norm(heads, head_weight, spec.norm_eps, kernels=bool(way)) for way in (0, 1)]
+    gate_up = random(5, 2 * spec.intermediate_size)
+    products = [silu_mul(gate_up, kernels=bool(way)) for way in (0, 1)]
+    return max(_difference(fast, plain) for plain, fast in (sums, norms, head_norms, products))
+
+
+def _graph_difference(
+    model: Transformer, block_size: int, make_attention: MakeAttention, backend: GraphBackend | None
+) -> float:
+    """Three decodes in graphs of four rows, against the same without a graph: logits, greedy tokens, drawn tokens."""
+    spec = model.spec
+    contexts = (2 * block_size - 1, block_size, 3)
+    longest = 4 * block_size
+    attention = make_attention(
+        num_layers=spec.num_layers,
+        num_kv_blocks=12,
+        block_size=block_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    assert attention.pool is not None
+    generator = torch.Generator(model.device).manual_seed(2)
+    blocks = attention.pool[:, 1:]
+    blocks.copy_(torch.randn(blocks.shape, device=model.device, generator=generator))
+    buffers = DecodeBuffers(4, longest, block_size, model.device)
+    step = DecodeStep(model, attention, buffers)
+    graphs = DecodeGraphs(
+        step, buffers, backend or CudaGraphs(model.device), lambda rows: attention.splits_for(rows, longest), sizes=[4]
+    )
+    graphs.capture()
+    rows = [
+        DecodeRow(place + 1, context, list(range(4 * place + 1, 4 * place + 2 + context // block_size)), place * 0.5, 0.4)
+        for place, context in enumerate(contexts)
+    ]
+    worst, same = 0.0, True
+    kinds: tuple[Sampling, ...] = ("logits", "greedy", "draw")
+    for sampling in kinds:
+        expected = _copy(graphs.run_eagerly(rows, sampling, padded=True))
+        alone = _copy(graphs.run_eagerly(rows, sampling)) if sampling == "logits" else expected
+        buffers.flat.random_(0, 256)
+        buffers.tokens.fill_(-1)
+        output = graphs.run(rows, sampling)
+        if output is None or not bool(output.finite.all()) or not bool(expected.finite.all()):
+            return float("inf")
+        if output.logits is not None and expected.logits is not None and alone.logits is not None:
+            worst = max(_difference(output.logits, expected.logits), _difference(output.logits, alone.logits))
+            same = torch.equal(output.logits, expected.logits)
+        # Logits that are the same to the last bit must give the same tokens; others may tip a close decision.
+        elif same and not torch.equal(output.tokens, expected.tokens):
+            return float("inf")
+    return worst
+
+
+def _copy(output: DecodeOutput) -> DecodeOutput:
+    """Outputs are overwritten by the next step."""
+    logits = None if output.logits is None else output.logits.clone()
+    return DecodeOutput(output.tokens.clone(), output.finite.clone(), logits)
