@@ -343,7 +343,9 @@ class EngineClient:
     def _hear(self, link: _Link, message: HostState | LabUpdate | None, farewell: str = "") -> None:
         """A message of the host, or its end. On the reader's thread."""
         if isinstance(message, LabUpdate):
-            self._tell(message.lab, self.log(message.lab).apply(message))
+            log = self._logs.get(message.lab)
+            if log is not None:  # nobody asks for a forgotten lab's last news
+                self._tell(message.lab, log.apply(message))
         elif message is not None:
             self._set_state(message)
         elif link is self._link:

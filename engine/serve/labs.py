@@ -114,6 +114,8 @@ class Lab:
         self.muted = False
         """Under a lease: updates are rare."""
         self._workloads = 0
+        self._told = ""
+        """The newest reason for a refused request of the workload that was told."""
         self._flushed = 0.0
         self.turns_seen = 0.0
         """The host's total step time when this lab last stepped or became ready."""
@@ -217,14 +219,24 @@ class Lab:
             self.steps_asked -= 1
         if slow:
             self.clock.resume()
-        if self.traffic is not None:
-            self.traffic.feed(self.engine)
+        refused = self._feed()
         self.engine.step(wait_time=wait, slow=slow)
         if slow:
             self.clock.pause()
         if not self.engine.has_unfinished():
             self.steps_asked = 0
-        self.flush()
+        self.flush(notice=refused)
+
+    def _feed(self) -> str:
+        """Send what the workload has due; why a request was refused, unless that was told before."""
+        if self.traffic is None:
+            return ""
+        self.traffic.feed(self.engine)
+        reason = self.traffic.last_refusal
+        if not reason or reason == self._told:
+            return ""
+        self._told = reason
+        return f"A request of the traffic was refused: {reason}"
 
     def _set_clock(self) -> None:
         if self.slow:
@@ -343,7 +355,7 @@ class Lab:
         self._workloads += 1
         if self.traffic is not None:
             self.traffic.stop()
-        self.traffic = traffic
+        self.traffic, self._told = traffic, ""
         self.flush()
 
     def change_traffic(self, rate: float | None) -> None:
