@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lessons.runs import Experiment, RunRecord, Runs, Send, Value
+from lessons.runs import Experiment, RunRecord, Send, Value
 
 BLOCK = 16
 POOL = 32
@@ -96,9 +96,7 @@ SLOTS = BLOCK * POOL
 def free(layout: str = "blocks", block_size: str = "16", requests: int = 12) -> Experiment:
     """Up to 24 requests of different lengths in the same memory."""
     size = int(block_size)
-    listed = [
-        {"prompt_tokens": 10 + 9 * (index * 5 % 7), "output_tokens": 4 + index * 3 % 8} for index in range(requests)
-    ]
+    listed = [{"prompt_tokens": 10 + 9 * (index * 5 % 7), "output_tokens": 4 + index * 3 % 8} for index in range(requests)]
     return Experiment(
         config=_config(block_size=size, num_kv_blocks=SLOTS // size, max_num_seqs=24, **LAYOUTS[layout]),
         workload=_steps(listed),
