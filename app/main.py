@@ -4,14 +4,21 @@ from pathlib import Path
 
 import streamlit as st
 
+from app.owner import page_is_owner
+from app.session import hub
+
 ICON = Path(__file__).parent / "live" / "static" / "icon.svg"
 
 st.set_page_config(page_title="Inference Lab", page_icon=str(ICON), layout="wide")
+OWNER = page_is_owner(hub().owner)
 PAGES = [
     st.Page("screens/lab.py", title="Lab", default=True),
     st.Page("screens/lessons.py", title="Lessons"),
     st.Page("screens/lesson.py", title="Lesson", visibility="hidden"),
-    st.Page("screens/runs.py", title="Runs"),
+    # Saved runs and experiments are the owner's files.
+    *([st.Page("screens/experiments.py", title="Experiments")] if OWNER else []),
+    *([st.Page("screens/runs.py", title="Runs")] if OWNER else []),
     st.Page("screens/metrics.py", title="Metrics"),
+    st.Page("screens/calculators.py", title="Calculators"),
 ]
 st.navigation(PAGES, position="top").run()

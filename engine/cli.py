@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None reads the process's own.
 
     Returns:
-        0 when it worked; 1 when ``doctor`` found a problem or an experiment did not give what it expects; 2 for a mistake in what was asked, told in one line on stderr.
+        0 when it worked; 1 when ``doctor`` found a problem, or an experiment did not give what it expects;
+        2 for a mistake in what was asked, told in one line on stderr.
     """
     arguments = build_parser().parse_args(argv)
     try:

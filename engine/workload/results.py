@@ -441,15 +441,15 @@ def _words(name: str, base: str, other: str, kind: str, found: Comparison) -> st
 
 
 def times(found: Comparison, number: Number) -> str:
-    """'1.42 × as much as', '12 % less than', '14 more than'."""
+    """'1.62 × that with', '12 % less than with', '14 more than with'."""
     if found.ratio is None:
         difference = found.difference or 0.0
         amount = f"{abs(difference) * number.scale:,.{number.digits}f}{' ' if number.unit else ''}{number.unit}"
-        return f"{amount} {'more' if difference > 0 else 'less'} than"
+        return f"{amount} {'more' if difference > 0 else 'less'} than with"
     if found.ratio >= 1.5:
-        return f"{found.ratio:,.2f} × that of"
+        return f"{found.ratio:,.2f} × that with"
     percent = 100 * abs(found.ratio - 1)
-    return f"{percent:.0f} % {'more' if found.ratio > 1 else 'less'} than" if percent >= 1 else "slightly different from"
+    return f"{percent:.0f} % {'more' if found.ratio > 1 else 'less'} than with" if percent >= 1 else "hardly different from"
 
 
 def shown(value: float | None, name: str) -> str:

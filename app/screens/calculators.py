@@ -1,0 +1,135 @@
+"""How much memory the KV cache takes: the formula for any model, beside what this lab's engine really holds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import streamlit as st
+
+from app.experiments.kv_memory import KNOWN, KVShape, answer, of_config, of_model, of_text, pool_estimate, size
+from app.figures.calculator_memory import memory_alt, memory_figure
+from app.figures.palette import theme as theme_named
+from app.reading import current_lab
+from engine.observe.formulas import DATASHEETS, DTYPE_BYTES, FormulaError
+
+LINK: Literal["query-params"] = "query-params"
+LOADED, PASTED = "The loaded model", "A pasted config.json"
+
+lab = current_lab()
+theme = theme_named("dark" if st.context.theme.type == "dark" else "light")
+model = lab.client.state.model
+loaded = of_model(model) if model else None
+
+st.title("KV memory")
+st.markdown(
+    "Every token of every running request keeps its keys and values: **2 × layers × KV heads × head dimension × tokens × "
+    "requests × bytes an element**. Numbers in *italics* are estimates by this formula; numbers in plain type are what the "
+    "engine of this lab holds."
+)
+
+
+def chosen_shape() -> KVShape | None:
+    """The model that the form names."""
+    sources = [*([LOADED] if loaded else []), *KNOWN, PASTED]
+    source = st.selectbox("Model", sources, key="c_model", bind=LINK)
+    if source == LOADED:
+        return loaded
+    if source in KNOWN:
+        return of_config(KNOWN[source])
+    text = st.text_area("config.json", height=180, key="c_config", placeholder='{"num_hidden_layers": 32, …}')
+    if not text.strip():
+        st.caption("Paste the config.json of a Llama, Mistral, Qwen2 or Qwen3 style checkpoint.")
+        return None
+    try:
+        return of_text(text)
+    except FormulaError as error:
+        st.error(str(error))
+        return None
+
+
+left, right = st.columns([1, 2], gap="large")
+with left:
+    shape = chosen_shape()
+    dtypes = list(DTYPE_BYTES)
+    kv_dtype = st.selectbox("KV dtype", dtypes, dtypes.index("bfloat16"), key="c_kv_dtype", bind=LINK)
+    weight_dtype = st.selectbox("Weight dtype", dtypes, dtypes.index("bfloat16"), key="c_weight_dtype", bind=LINK)
+    block_size = int(st.number_input("block_size, tokens", 1, 1024, 16, key="c_block", bind=LINK))
+    context = int(st.number_input("Context of one request, tokens", 1, 1_000_000, 4096, key="c_context", bind=LINK))
+    devices = {sheet.name: sheet.memory for sheet in DATASHEETS}
+    device = st.selectbox("Device (datasheet)", [*devices, "another size"], key="c_device", bind=LINK)
+    if device == "another size":
+        memory = float(st.number_input("Memory, GiB", 0.01, 10_000.0, 16.0, key="c_memory", bind=LINK)) * 2**30
+    else:
+        memory = devices[device]
+    share = int(st.number_input("Usable for weights and KV, %", 1, 100, 90, key="c_share", bind=LINK)) / 100
+
+if shape is not None:
+    found = answer(
+        shape,
+        kv_dtype=kv_dtype,
+        weight_dtype=weight_dtype,
+        block_size=block_size,
+        context=context,
+        memory=memory,
+        share=share,
+    )
+    waste = found.wasted_slots / (found.blocks * block_size)
+    with right:
+        tiles = st.columns(3)
+        tiles[0].metric("One token (estimate)", size(found.per_token), border=True)
+        tiles[1].metric(f"One request of {context:,} (estimate)", size(found.held), border=True)
+        tiles[2].metric("Such requests that fit (estimate)", f"{found.fit:,}", border=True)
+        st.markdown(
+            f"*{shape.kind}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads for {shape.num_heads} query heads, "
+            f"head dimension {shape.head_dim}. Weights {size(found.weights)}; {size(max(0.0, found.memory_for_kv))} are left "
+            f"for KV of {size(memory * share)} usable. Paging: {found.blocks:,} blocks of {block_size}, {found.wasted_slots} "
+            f"slots empty in the last one ({waste:.2%}), {size(found.held - found.stored)} more than without paging.*"
+        )
+        if found.memory_for_kv <= 0:
+            st.error(
+                f"The weights alone take {size(found.weights)}, more than the {size(memory * share)} that may be used: choose "
+                f"a larger device or a smaller weight dtype."
+            )
+        longest = max(256, shape.max_position)
+        st.plotly_chart(
+            memory_figure(found.per_token, block_size, longest, found.memory_for_kv, theme, (context, found.fit)),
+            key="heat", theme=None, config={"displayModeBar": False},
+            alt=memory_alt(found.per_token, block_size, longest, found.memory_for_kv),
+        )  # fmt: skip
+    st.header("What the number of KV heads and the dtype change", divider="gray")
+    kinds = {
+        "MHA: every query head its own": shape.num_heads,
+        f"this model ({shape.kind})": shape.num_kv_heads,
+        "MQA: one": 1,
+    }
+    st.dataframe(
+        [
+            {
+                "K and V": name,
+                "KV heads": heads,
+                **{f"{dtype}, a token (estimate)": size(shape.bytes_per_token(dtype, heads)) for dtype in dtypes},
+            }
+            for name, heads in kinds.items()
+        ],
+        hide_index=True,
+        width="stretch",
+    )
+
+st.header("The engine of this lab", divider="gray")
+info = lab.log.info
+if model is None or info is None or loaded is None:
+    st.caption("The lab's own pool appears here when the lab is open and its model has weights.")
+    st.page_link("screens/lab.py", label="Open the lab")
+else:
+    stats, config = lab.log.stats, info.config
+    per_token = loaded.bytes_per_token(model.dtype) if model.dtype in DTYPE_BYTES else float(model.kv_bytes_per_token)
+    estimate = pool_estimate(per_token, config.num_kv_blocks, config.block_size)
+    element = per_token / (2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim)
+    formula = f"2 × {loaded.num_layers} × {loaded.num_kv_heads} × {loaded.head_dim} × {element:g}"
+    st.markdown(
+        f"{model.title} · {model.dtype} · {config.num_kv_blocks:,} blocks of {config.block_size} tokens, and the null block."
+        f"\n\n- Pool: {size(info.kv_pool_bytes)} allocated by the engine; *{size(estimate)} by the formula (estimate)*.\n"
+        f"- One token: {size(model.kv_bytes_per_token)}; *{size(per_token)} by the formula (estimate): {formula}*.\n"
+        f"- Now: **{stats.blocks_referenced:,}** blocks in use by requests, **{stats.blocks_cached:,}** kept for reuse, "
+        f"**{stats.blocks_free:,}** free."
+    )
