@@ -19,7 +19,7 @@ def per_step_figure(runs: Mapping[str, Sequence[StepTrace]], what: str, theme: T
         data.append(
             {
                 "type": "scatter", "mode": "lines+markers", "name": name, "x": [step.index for step in worked], "y": values,
-                "line": {"color": theme.hue(place), "width": 2, "dash": "" if place == 0 else "4px,2px"},
+                "line": {"color": theme.hue(place), "width": 2, "dash": "solid" if place == 0 else "4px,2px"},
                 "marker": {"symbol": "circle" if place == 0 else "diamond", "size": 5, "color": theme.hue(place)},
                 "hovertemplate": f"{name}<br>step %{{x}}: %{{y:,.4~g}} {what}<extra></extra>",
             }
