@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
+from app.owner import page_is_owner
 from app.saved import saved_run
-from app.session import Lab, hub
+from app.session import Lab, LabsFull, hub
 from engine.observe.log import TraceLog
 from engine.observe.runlog import RunLog
 
@@ -26,7 +28,12 @@ class Source:
 def current_lab() -> Lab:
     """The session's own lab; its token goes into the address, so that a reload finds it."""
     asked = st.query_params.get("lab") or st.session_state.get("lab")
-    lab = hub().enter(asked)
+    context = get_script_run_ctx()
+    try:
+        lab = hub().enter(asked, context.session_id if context is not None else "")
+    except LabsFull as error:
+        st.warning(str(error))
+        st.stop()
     st.session_state["lab"] = lab.token
     if st.query_params.get("lab") != lab.token:
         st.query_params["lab"] = lab.token
@@ -36,7 +43,7 @@ def current_lab() -> Lab:
 def chosen_source() -> Source:
     """The saved run that the address names, or else this session's lab."""
     name = st.query_params.get("run")
-    if name:
+    if name and page_is_owner(hub().owner):
         try:
             log = saved_run(name).log
             return Source(f"the saved run “{name}”", log, describe(log.info.model))

@@ -51,6 +51,10 @@ class SavedRun:
                     del self._looks[next(iter(self._looks))]
             return self._looks[look]
 
+    def recent(self, look: Look) -> tuple[tuple[str, int], dict[str, bytes]]:
+        """The version seen, and its sections."""
+        return self.version, self.look(look)
+
     def _head(self) -> dict[str, Any]:
         model = self.log.info.model
         return {

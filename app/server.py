@@ -18,10 +18,13 @@ from typing import Any
 
 import streamlit as st
 
+from app import sharing
 from app.live.routes import allow_streams, end_streams, routes
-from app.session import Hub, install
+from app.session import Hub, Limits, install
 
 MAIN = Path(__file__).parent / "main.py"
+LEAVING_LABS = 8
+"""Labs that may still be closing on the host while others take their places."""
 
 SETTINGS: dict[str, Any] = {
     "runner.postScriptGC": False,
@@ -45,6 +48,26 @@ def address(host: str, port: int) -> str:
     """What a person types into the browser."""
     shown = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::", "::1", "localhost") else host
     return f"http://{shown}:{port}"
+
+
+def stay_inside() -> None:
+    """Keep Streamlit from asking a server on the internet for this machine's address when a page of elsewhere calls."""
+    from streamlit import net_util
+
+    net_util.get_external_ip = lambda: None
+
+
+def network_words(hub: Hub, host: str, port: int) -> str:
+    """What is printed when other machines are let in: how they reach the lab, what that opens, and the owner's address."""
+    addresses = sharing.network_addresses(host)
+    if not addresses:
+        return ""
+    shown = [f"http://{f'[{place}]' if ':' in place else place}:{port}" for place in addresses]
+    return (
+        f"Others on your network reach it at {' or '.join(shown)}\n{sharing.opened_words(port)}\n"
+        f"Your own page, from another machine or by such an address: {shown[0]}/lab/owner?key={hub.owner.key}\n"
+        "Keep that address to yourself: whoever opens it may change the model and read the saved runs."
+    )
 
 
 def check_port(host: str, port: int) -> None:
@@ -74,7 +97,9 @@ def build_app(hub: Hub, where: str) -> st.App:
         install(hub)
         allow_streams()
         _end_streams_on_signals()
-        print(f"The lab is open: {where}\nThe model is loading beside it. Ctrl-C ends everything.", flush=True)
+        words = network_words(hub, *hub.listens)
+        print(f"The lab is open: {where}\n{words + chr(10) if words else ''}The model is loading beside it.", end=" ")
+        print("Ctrl-C ends everything.", flush=True)
         yield
 
     return st.App(MAIN, lifespan=lifespan, routes=routes())
@@ -115,15 +140,21 @@ def run(
     """
     from engine.observe.runs import data_folder
     from engine.serve.client import EngineClient
+    from engine.serve.protocol import HostOptions
 
+    limits = Limits.from_environment()
     check_port(host, port)
     recordings = data_folder() / "recordings"
-    client = EngineClient(model=model, device=device, dtype=dtype, threads=threads, recordings=recordings)
-    hub = Hub(client)
+    options = HostOptions(max_labs=limits.labs + LEAVING_LABS)
+    client = EngineClient(model=model, device=device, dtype=dtype, threads=threads, recordings=recordings, options=options)
+    hub = Hub(client, limits)
+    hub.listens = (host, port)
     install(hub)
+    stay_inside()
     app = build_app(hub, address(host, port))
     starter = threading.Thread(target=client.start, name="engine-start", daemon=True)
     starter.start()
+    hub.start_reaping()
     signal.signal(signal.SIGTERM, _leave)
     try:
         app.run(config={**SETTINGS, "server.address": host, "server.port": port})
@@ -134,6 +165,7 @@ def run(
             print(f"inference-lab: the server could not start on {host}:{port}", file=sys.stderr)
             raise
     finally:
+        hub.end()
         client.close()
         install(None)
         print("The lab is closed.", flush=True)

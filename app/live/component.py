@@ -43,16 +43,25 @@ HTML = """
 _component: Any = None
 
 
-def live_view(lab: str, home: str | None = None) -> None:
-    """Mount the live view of a lab, or of a saved run, on the page. ``home``: the lab to go back to from a saved run."""
+def live_view(lab: str, *, home: str | None = None, projector: bool = False, owner: bool = False) -> None:
+    """Mount the live view on the page.
+
+    Args:
+        lab: a lab's token, ``follow:TOKEN``, or ``run:NAME``.
+        home: the lab to go back to from a saved run.
+        projector: large type, no controls.
+        owner: whether the machine's owner looks: the model's panel is shown. What the owner may do is checked elsewhere.
+    """
     global _component
     if _component is None:
         _component = st.components.v2.component("inference_lab_live", html=HTML, js=LOADER, isolate_styles=False)
     _component(
-        key=f"live {lab}",  # another lab, or a saved run, is another view
+        key=f"live {lab}{' projector' if projector else ''}",  # another lab, or a saved run, is another view
         data={
             "lab": lab,
             "home": home,
+            "projector": projector,
+            "owner": owner,
             "assets": f"/lab/assets/{build_tag()}",
             "plotly": f"/lab/plotly/{version('plotly')}.js",
         },

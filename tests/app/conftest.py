@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from app.live import routes
+from app.owner import LOCAL_NAMES, Owner
 from app.session import Hub, install
 from engine.serve.client import EngineClient
 
@@ -24,7 +25,7 @@ def hub(engine_client: EngineClient) -> Iterator[Hub]:
     """A ready hub without labs."""
     engine_client.start()
     engine_client.wait_ready(60)
-    made = Hub(engine_client)
+    made = Hub(engine_client, owner=Owner(LOCAL_NAMES | {"lab.test"}))
     install(made)
     routes.allow_streams()
     yield made

@@ -68,8 +68,9 @@ def call(
     *,
     raw: bytes | None = None,
     headers: dict[str, str] | None = None,
+    client: str = "127.0.0.1",
 ) -> SimpleNamespace:
-    """One request to an ASGI app: ``status``, ``headers``, ``body`` and ``json``."""
+    """One request to an ASGI app: ``status``, ``headers``, ``body`` and ``json``. ``client``: where it comes from."""
     sent = {"host": "lab.test"}
     if body is not None or raw is not None:
         sent["content-type"] = "application/json"
@@ -79,7 +80,7 @@ def call(
     scope = {
         "type": "http", "http_version": "1.1", "method": method, "path": target, "raw_path": target.encode(),
         "root_path": "",
-        "query_string": query.encode(), "scheme": "http", "server": ("lab.test", 80), "client": ("test", 1),
+        "query_string": query.encode(), "scheme": "http", "server": ("lab.test", 80), "client": (client, 1),
         "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
     }  # fmt: skip
     found = SimpleNamespace(status=0, headers={}, body=b"", json=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.session import MAX_LABS, Hub, LabUnknown, hub, install
+from app.session import Hub, LabsFull, LabUnknown, Limits, hub, install
 from engine.serve.client import EngineClient
 
 
@@ -32,12 +32,18 @@ def test_unknown_labs_are_told_to_reload(sleeping: Hub):
         sleeping.find("b" * 24)
 
 
-def test_the_lab_seen_longest_ago_makes_room(sleeping: Hub):
-    first = sleeping.enter(None)
-    for _ in range(MAX_LABS):
-        sleeping.enter(None)
+def test_the_lab_whose_browser_is_away_longest_makes_room_and_one_in_use_never_does():
+    made = Hub(EngineClient("scripted"), Limits(labs=3), alive=lambda session: session == "open tab")
+    labs = [made.enter(None, session) for session in ("open tab", "closed tab", "")]
+    with pytest.raises(LabsFull, match="All 3 labs of this machine are in use"):
+        made.enter(None)
+    for lab, away in zip(labs, (900, 300, 100), strict=True):
+        lab.seen -= away
+    made.enter(None)
+    assert made.find(labs[0].token) is labs[0], "its tab is open"
     with pytest.raises(LabUnknown):
-        sleeping.find(first.token)
+        made.find(labs[1].token)
+    assert made.find(labs[2].token) is labs[2]
 
 
 def test_labs_do_not_see_each_other(hub: Hub):

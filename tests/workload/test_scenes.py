@@ -14,7 +14,7 @@ from tests.workload.kit import encode, make, records, run
 CATALOGUE = load_scenes()
 WANTED = {
     "second-token", "long-prompt-whole", "long-prompt-chunked", "shared-prompt", "small-pool", "static-batching",
-    "continuous-batching", "burst", "short-and-long",
+    "continuous-batching", "burst", "short-and-long", "four-prompts",
 }  # fmt: skip
 
 

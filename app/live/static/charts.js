@@ -3,7 +3,8 @@
 const CONFIG = { displayModeBar: false, responsive: false, scrollZoom: false, doubleClick: false, showTips: false };
 
 export class Charts {
-  constructor(address, frames, probe, onPick) {
+  constructor(address, frames, probe, onPick, zoom = 1) {
+    this.zoom = zoom;
     this.address = address;
     this.frames = frames;
     this.probe = probe;
@@ -35,6 +36,23 @@ export class Charts {
     this.redraw(name);
   }
 
+  /** Frame one block of the pool; null: none. */
+  mark(block) {
+    if (this.marked === block) return;
+    this.marked = block;
+    this.redraw("pool");
+  }
+
+  /** The shape around the marked block, in the pool only. */
+  frame(name, picture) {
+    if (name !== "pool" || this.marked === undefined || this.marked === null) return {};
+    const cell = Math.floor((this.marked - 1) / (picture.per_cell || 1));
+    const [x, y] = [cell % picture.columns, Math.floor(cell / picture.columns)];
+    const line = { color: picture.figure.layout.font.color, width: 3 };
+    const shape = { type: "rect", name: "marked", x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5, line };
+    return { shapes: [...(picture.figure.layout.shapes || []), shape] };
+  }
+
   async redraw(name) {
     const picture = this.latest[name];
     const node = this.frames[name];
@@ -42,13 +60,15 @@ export class Charts {
       if (this.busy[name]) this.again = { ...this.again, [name]: true };
       return;
     }
-    const { width, height } = node.parentElement.getBoundingClientRect();
+    const box = node.parentElement.getBoundingClientRect();
+    const [width, height] = [box.width / this.zoom, box.height / this.zoom];
     if (width < 20 || height < 20) return;
+    if (this.zoom !== 1) Object.assign(node.style, { inset: "0 auto auto 0", width: width + "px", height: height + "px", transform: `scale(${this.zoom})`, transformOrigin: "0 0" });
     this.busy[name] = true;
     const begin = performance.now();
     try {
       const fresh = !node.data;
-      await this.plotly.react(node, picture.figure.data, { ...picture.figure.layout, width, height, autosize: false }, CONFIG);
+      await this.plotly.react(node, picture.figure.data, { ...picture.figure.layout, ...this.frame(name, picture), width, height, autosize: false }, CONFIG);
       if (fresh) this.listen(name, node);
     } finally {
       this.busy[name] = false;
@@ -65,7 +85,7 @@ export class Charts {
       const point = event.points[0];
       if (name === "batch") this.onPick({ step: point.x, request: point.customdata && point.customdata[2] ? point.customdata[2] : undefined });
       else if (name === "timeline") this.onPick({ step: point.x, request: this.latest.timeline.ids[point.y] });
-      else if (name === "pool") this.onPick({ block: Math.round(point.y) * this.latest.pool.columns + Math.round(point.x) + 1 });
+      else if (name === "pool") this.onPick({ block: (Math.round(point.y) * this.latest.pool.columns + Math.round(point.x)) * (this.latest.pool.per_cell || 1) + 1 });
     });
   }
 }

@@ -3,6 +3,8 @@ import { h, milliseconds, number, setText } from "./dom.js";
 
 const MARKS = { waiting: "○", prefill: "◐", recompute: "◑", decode: "●", finished: "■" };
 
+const QUANTILES = ["p50", "p90", "p95", "p99"];
+
 const hue = (count) => "var(--hue-" + (count % 8) + ")";
 
 export function renderHead(view, head) {
@@ -24,12 +26,14 @@ export function renderHead(view, head) {
     ready: head.mode === "paused" ? "paused" : head.rate ? `slow motion, ${head.rate} steps/s` : "running",
   };
   const text = words[head.state] || head.state;
+  const whose = view.follows && !view.projector ? "You follow this lab. You look, the presenter drives." : "";
   const key = JSON.stringify([facts, text, head.run]);
   if (view.headKey === key) return;
   view.headKey = key;
   view.header.replaceChildren(
     h("strong", {}, head.run ? head.run : "Inference Lab"),
     head.run ? h("a", { class: "lab-home", href: view.data.home ? "/?lab=" + encodeURIComponent(view.data.home) : "/" }, "Back to the live lab") : "",
+    whose ? h("span", { class: "lab-whose" }, whose, " ", h("a", { class: "lab-home", href: "/" }, "Open your own")) : "",
     h("span", { class: "lab-facts" }, facts.map(([name, value, title]) => h("span", { class: name, title }, value))),
     h("span", { class: "lab-state", "data-state": head.state === "ready" ? head.mode || "ready" : head.state, role: "status" }, text),
   );
@@ -137,15 +141,18 @@ export function renderExtents(view, rows) {
 export function renderTiles(view, tiles) {
   if (!tiles) return;
   const head = h("tr", {}, h("th", { scope: "col" }, h("span", { class: "lab-tilehead" }, "Latency"), h("small", {}, " ms")),
-    h("th", { scope: "col", "aria-label": "Newest values" }, ""), ["p50", "p95", "p99", "n"].map((name) => h("th", { scope: "col" }, name)));
+    h("th", { scope: "col" }, "newest"), QUANTILES.map((name) => h("th", { scope: "col" }, name)),
+    h("th", { scope: "col" }, h("button", { type: "button", class: "lab-link", title: "Show the mean, or the number of samples (v)", onclick: () => view.pressMean() }, view.showMean ? "mean" : "n")));
   const body = tiles.latency.map((row) =>
-    h("tr", { title: row.text, "data-name": row.name }, h("th", { scope: "row" }, row.label), h("td", {}, spark(row.spark)),
-      h("td", {}, milliseconds(row.p50)), h("td", {}, milliseconds(row.p95)),
-      h("td", { class: row.few ? "lab-few" : "", title: row.few ? "Fewer than 100 samples: hardly more than the maximum." : null }, milliseconds(row.p99)),
-      h("td", { class: "lab-n" }, number(row.count))));
+    h("tr", { title: row.text, "data-name": row.name }, h("th", { scope: "row" }, row.label), h("td", {}, spark(row.spark, row.label)),
+      QUANTILES.map((name) =>
+        name === "p99" && row.few
+          ? h("td", { class: "lab-few", title: "Fewer than 100 samples: hardly more than the maximum." }, milliseconds(row[name]))
+          : h("td", {}, milliseconds(row[name]))),
+      h("td", { class: "lab-n" }, view.showMean ? milliseconds(row.mean) : number(row.count))));
   const gauges = tiles.gauges.map((g) =>
     h("div", { class: "lab-gauge", title: g.text, "data-name": g.name }, h("span", {}, g.label),
-      h("b", {}, g.value === null ? "n/a" : number(g.value, g.name === "output" ? 1 : 0), g.value !== null && g.unit ? h("small", {}, " " + g.unit) : null)));
+      h("b", {}, g.value === null ? "n/a" : number(g.value, g.unit === "tokens/s" ? 1 : 0), g.value !== null && g.unit ? h("small", {}, " " + g.unit) : null)));
   view.tiles.replaceChildren(
     h("table", {}, h("thead", {}, head), h("tbody", {}, body)),
     h("div", { class: "lab-gauges" }, gauges),
@@ -153,11 +160,18 @@ export function renderTiles(view, tiles) {
   );
 }
 
-function spark(values) {
+function spark(values, label) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("viewBox", "0 0 48 14");
   svg.setAttribute("class", "lab-spark");
-  svg.setAttribute("aria-hidden", "true");
+  const words = values.length
+    ? `${label}, the newest ${values.length}: ${milliseconds(Math.min(...values))} to ${milliseconds(Math.max(...values))} ms, now ${milliseconds(values.at(-1))} ms`
+    : `${label}: no value yet`;
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", words);
+  const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
+  title.textContent = words;
+  svg.append(title);
   if (values.length) {
     const top = Math.max(...values) || 1;
     const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
@@ -180,19 +194,24 @@ export function renderStory(view, entries) {
   if (view.storyKey === key) return;
   view.storyKey = key;
   if (!entries.length) {
+    setText(view.definition, "");
     view.story.replaceChildren(h("li", { class: "lab-hint" }, "Arrivals, admissions, preemptions and finishes are told here, each with its step."));
     return;
   }
   view.story.replaceChildren(
     ...entries.map((entry) =>
       h("li", { "data-kind": entry.kind, style: entry.number === null ? {} : { "--hue": hue(entry.number) } },
-        h("button", { type: "button", title: (entry.definition ? entry.definition + " " : "") + "Show this step.", onclick: () => view.goto(entry.step) },
+        h("button", {
+          type: "button", title: (entry.definition ? entry.definition + " " : "") + "Show this step.", onclick: () => view.goto(entry.step),
+          onmouseenter: () => setText(view.definition, entry.definition), onfocus: () => setText(view.definition, entry.definition),
+        },
           h("span", { class: "lab-when" }, `Step ${entry.step}`), h("span", {}, entry.text)))),
   );
 }
 
 export function renderFocus(view, focus) {
   if (!focus) {
+    if (view.focusId) view.markBlock(null);
     view.focusId = null;
     view.focus.replaceChildren(h("h2", {}, "Text"), h("p", { class: "lab-hint lab-always" }, "Select a request to read its whole text. Then select a token to see its step, its candidates, and where its K and V lie."));
     return;
@@ -239,8 +258,10 @@ async function showToken(view, request, index, node) {
   const place = token.block === null
     ? token.last ? "its K and V are not computed: it is the last token" : "its block is not held any more"
     : `K and V in block ${token.block} (logical ${token.logical}), slot ${token.offset}`;
+  view.markBlock(token.block, request);
+  const tie = token.near_tie ? h("p", { class: "lab-note" }, "Near tie: the two likeliest differ by less than one percentage point. Another number format or batch may choose the other one.") : null;
   view.focusToken.replaceChildren(
-    h("p", {}, h("button", { type: "button", class: "lab-link", onclick: () => view.goto(token.step) }, `step ${token.step}`), time, h("br"), place),
+    h("p", {}, h("button", { type: "button", class: "lab-link", onclick: () => view.goto(token.step) }, `step ${token.step}`), time, h("br"), place), tie ?? "",
     h("ul", { class: "lab-candidates" }, token.top.map(([text, probability, taken]) =>
       h("li", { class: taken ? "lab-taken" : "", style: { "--p": 100 * probability + "%" } }, h("code", {}, JSON.stringify(text)), h("span", {}, number(100 * probability, 1) + " %")))),
   );

@@ -10,7 +10,7 @@ export function transport(view) {
   const run = button("Pause", "Pause or run the engine (space)", () => bar.toggle(), { class: "lab-run" });
   const one = button("Step", "Let the engine take one step (s)", () => bar.step(1), { class: "lab-step" });
   const ten = button("Step 10", "Let the engine take ten steps (S)", () => bar.step(10));
-  const rate = h("select", { title: "Slow motion", "aria-label": "Slow motion", onchange: () => bar.drive() },
+  const rate = h("select", { title: "Slow motion (r)", "aria-label": "Slow motion", onchange: () => bar.drive() },
     RATES.map(([value, word]) => h("option", { value }, word)));
   const first = button("|◀", "To the first step (Home)", () => view.goto(view.sections.clock?.first ?? 0));
   const back = button("◀", "One step back in time (left arrow)", () => view.goto(place() - 1));
@@ -19,7 +19,7 @@ export function transport(view) {
   const speed = h("select", { title: "Playback speed", "aria-label": "Playback speed", class: "lab-speed" },
     SPEEDS.map(([value, word]) => h("option", { value }, word)));
   const slider = h("input", {
-    type: "range", min: 0, max: 0, value: 0, class: "lab-slider", "aria-label": "Step that the pictures show",
+    type: "range", title: "The step that the pictures show (g)", min: 0, max: 0, value: 0, class: "lab-slider", "aria-label": "Step that the pictures show",
     oninput: () => view.goto(Number(slider.value) >= Number(slider.max) ? null : Number(slider.value)),
   });
   const where = h("span", { class: "lab-where" });
@@ -52,8 +52,7 @@ export function transport(view) {
     return view.look.step ?? view.sections.clock?.last ?? 0;
   }
 
-  function hop() {
-    const choice = jump.value;
+  function hop(choice = jump.value) {
     jump.value = "";
     const steps = view.sections.clock?.jumps?.[choice.slice(1)] || [];
     const here = place();
@@ -63,6 +62,7 @@ export function transport(view) {
   }
 
   const bar = {
+    rate: () => Number(rate.value) || null,
     node: h("nav", { class: "lab-bar", "aria-label": "Transport" }, run, one, ten, rate,
       h("span", { class: "lab-gap" }), first, back, ahead, play, speed, slider, where, live, jump),
     toggle() {
@@ -79,6 +79,13 @@ export function transport(view) {
       return undefined;
     },
     halt: () => timer && stop(),
+    jump: (choice) => hop(choice),
+    focusSlider: () => slider.focus(),
+    slower() {
+      rate.selectedIndex = (rate.selectedIndex + 1) % rate.options.length;
+      setText(view.message, "");
+      bar.drive();
+    },
     step(steps) {
       view.setLook({ step: null });
       return view.command("control", { action: "step", steps });
@@ -92,7 +99,7 @@ export function transport(view) {
       const saved = now?.state === "saved";
       for (const node of [run, one, ten, rate]) {
         node.disabled = !open;
-        node.hidden = saved;
+        node.hidden = saved || view.follows;
       }
       live.hidden = saved;
       const running = now?.mode === "running";
@@ -104,6 +111,12 @@ export function transport(view) {
       slider.min = clock.first;
       slider.max = Math.max(clock.last, 0);
       if (document.activeElement !== slider || look.step === null) slider.value = look.step ?? clock.last;
+      if (view.projector) {
+        setText(where, empty ? "no step yet" : `step ${clock.cursor ?? clock.last} of ${clock.last}`);
+        setText(live, clock.cursor === null ? "LIVE" : "LOOKING BACK");
+        live.classList.toggle("lab-on", clock.cursor === null);
+        return;
+      }
       setText(where, empty ? "no step yet" : `step ${look.step ?? clock.last} of ${clock.last}`);
       live.classList.toggle("lab-on", look.step === null);
       live.setAttribute("aria-pressed", String(look.step === null));
