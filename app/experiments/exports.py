@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -67,13 +68,8 @@ def save_run(result: ExperimentResult, variant: str, library: RunLibrary) -> str
         seed=config.seed,
         lab_version=result.lab_version,
     )
-    library.folder.mkdir(parents=True, exist_ok=True)
-    path = Path(library.folder) / f"{name}.partial"
-    path.unlink(missing_ok=True)
-    writer = RunWriter(path, header)
-    writer.add(opened=records.opened, steps=records.steps, tokens=records.tokens, closed=records.closed)
-    writer.close()
-    try:
-        return library.save(path, name)
-    finally:
-        path.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = RunWriter(Path(folder) / "run", header)
+        writer.add(opened=records.opened, steps=records.steps, tokens=records.tokens, closed=records.closed)
+        writer.close()
+        return library.save(writer.path, name)

@@ -144,8 +144,8 @@ def answer(
 ) -> Answer:
     """How much one request takes and how many fit.
 
-    ``context``: tokens that a request stores. ``memory``: bytes of the device, of which weights and KV may use ``share`` (0 to
-    1); the rest is for activations.
+    ``context``: tokens that a request stores. ``memory``: bytes of the device, of which weights and KV may use ``share``
+    (0 to 1); the rest is for activations.
 
     Raises:
         FormulaError: a number is impossible.

@@ -178,8 +178,7 @@ def table(result: ExperimentResult, found: Sequence[Difference]) -> None:
         f"Median of {result.repetitions} repetitions (lowest to highest). Counted numbers are exact; a timed one "
         f"differs only where repeating confirms it."
     )
-    wide = {"meaning": st.column_config.TextColumn("meaning", width="large")}
-    st.dataframe(rows, hide_index=True, width="stretch", row_height=36, column_config=wide)
+    st.table(rows, border="horizontal", hide_index=True)
     if equal:
         st.caption(f"The same in all: {'; '.join(equal)}.")
     outcomes = result.outcomes()
@@ -211,11 +210,15 @@ def steps_view(result: ExperimentResult, theme: Theme, library: RunLibrary) -> N
     config = result.experiment.variant(records.variant).engine_config()
     alive = choose(records.requests, shown)
     chart(
-        {**batch_figure(shown, numbers, config.token_budget, frame, theme, step, root=True)},
+        _high(batch_figure(shown, numbers, config.token_budget, frame, theme, step, root=True), 240),
         batch_alt(shown, numbers, config.token_budget),
         "step_batch",
     )
-    chart(timeline_figure(shown, alive, frame, theme, step), timeline_alt(shown, alive), "step_life")
+    chart(_high(timeline_figure(shown, alive, frame, theme, step), 280), timeline_alt(shown, alive), "step_life")
+
+
+def _high(figure: dict[str, Any], height: int) -> dict[str, Any]:
+    return {**figure, "layout": {**figure["layout"], "height": height}}
 
 
 def travel(result: ExperimentResult, name: str) -> None:

@@ -23,8 +23,8 @@ def memory_figure(
 ) -> Figure:
     """A heat map; both axes double from cell to cell.
 
-    ``longest``: the longest context shown, tokens. ``memory``: bytes for KV; 0 or less: nothing fits. ``chosen``: a (context,
-    requests) to mark.
+    ``longest``: the longest context shown, tokens. ``memory``: bytes for KV; 0 or less: nothing fits. ``chosen``: a
+    (context, requests) to mark.
     """
     columns = contexts(longest)
     rows = [2**power for power in range(int(math.log2(MOST_REQUESTS)) + 1)]
@@ -55,7 +55,7 @@ def memory_figure(
         },
         _line(fits, len(rows), theme),
     ]  # fmt: skip
-    if chosen is not None:
+    if chosen is not None and 1 <= chosen[1] <= MOST_REQUESTS:
         data.append(_mark(chosen, columns, theme))
     return {
         "data": data,
@@ -72,7 +72,7 @@ def memory_figure(
                 range=[-0.5, len(rows) - 0.5], showgrid=False,
             ),
             annotations=[
-                note(theme, "red line: here the memory ends (estimate)", 1, 1.07, font={"color": theme.ink, "size": 12})
+                note(theme, "above the red line the memory ends (estimate)", 1, 1.07, font={"color": theme.ink, "size": 12})
             ],
         ),
     }  # fmt: skip
@@ -104,7 +104,7 @@ def _mark(chosen: tuple[int, int], columns: list[int], theme: Theme) -> dict[str
     share = math.log2(context / before) / math.log2(columns[place] / before) if place and columns[place] != before else 1.0
     return {
         "type": "scatter", "mode": "markers", "name": "chosen", "x": [max(-0.4, place - 1 + share) if place else 0],
-        "y": [min(math.log2(max(1, count)), 9.4)],
+        "y": [math.log2(count)],
         "marker": {"symbol": "circle-open", "size": 16, "color": theme.ink, "line": {"color": theme.ink, "width": 3}},
         "hovertemplate": f"{context:,} tokens: {count:,} requests fit (estimate)<extra></extra>",
     }  # fmt: skip

@@ -27,6 +27,8 @@ from engine.workload.results import RunRecords
 
 MOST_STEPS = 900
 """Longer runs are drawn with several steps a bar, and the picture says so."""
+THIN = 60
+"""Bars of longer runs have no edges: they would hide the bars."""
 FRAMES = 60
 """Places of the slider."""
 PANEL, PROGRESS, GAP, TOP, BOTTOM = 132, 118, 44, 34, 128
@@ -97,10 +99,11 @@ def experiment_timelines(shown: Sequence[RunRecords], theme: Theme) -> Figure:
     made = layout(theme, barmode="stack", bargap=0, showlegend=True)
     height = TOP + len(tracks) * (PANEL + GAP) + PROGRESS + BOTTOM
     plot = height - TOP - BOTTOM
+    thin = any(len(track.steps) > THIN for track in tracks)
     for place, track in enumerate(tracks):
         high = 1 - place * (PANEL + GAP) / plot
         name = _axis_name(place)
-        data += _batch(track, theme, factor, place)
+        data += _batch(track, theme, factor, place, thin)
         made["yaxis" + name] = axis(
             theme, domain=[high - PANEL / plot, high], range=[0, 1.05 * math.sqrt(top)], anchor="x", **_ticks(top)
         )
@@ -116,11 +119,11 @@ def experiment_timelines(shown: Sequence[RunRecords], theme: Theme) -> Figure:
             theme, range=[-0.005 * end * factor, 1.01 * end * factor], title=f"{unit} since the first arrival",
             showgrid=False, anchor="y" + _axis_name(len(tracks)),
         ),
-        shapes=[_cursor(theme, 0.0)],
+        shapes=_cursors(theme, 0.0, len(tracks) + 1),
         annotations=_titles(tracks, 0.0, plot, theme),
         legend={
             "orientation": "h", "x": 1, "xanchor": "right", "y": PROGRESS / plot, "yanchor": "bottom",
-            "bgcolor": "rgba(0,0,0,0)", "font": {"color": theme.ink, "size": 12},
+            "bgcolor": "rgba(0,0,0,0)", "traceorder": "normal", "font": {"color": theme.ink, "size": 12},
         },
         sliders=[_slider(end, factor, unit, theme)],
         updatemenus=[_buttons(theme)],
@@ -132,7 +135,7 @@ def experiment_timelines(shown: Sequence[RunRecords], theme: Theme) -> Figure:
             "data": [],
             "traces": [],
             "layout": {
-                "shapes": [_cursor(theme, moment * factor)],
+                "shapes": _cursors(theme, moment * factor, len(tracks) + 1),
                 "annotations": _titles(tracks, moment, plot, theme),
             },
         }
@@ -155,16 +158,15 @@ def _axis_name(place: int) -> str:
     return "" if place == 0 else str(place + 1)
 
 
-def _batch(track: Track, theme: Theme, factor: float, place: int) -> list[dict[str, Any]]:
+def _batch(track: Track, theme: Theme, factor: float, place: int, thin: bool) -> list[dict[str, Any]]:
     """The bars of one variant: as the lab draws them, but on the time axis."""
     if len(track.steps) > MOST_STEPS:
         traces = _binned(track, theme, factor)
     else:
         drawn = batch_figure(track.steps, track.numbers, 1, (0, 1), theme, root=True)["data"]
         index = {step.index: number for number, step in enumerate(track.steps)}
-        thin = len(track.steps) > 120
         traces = []
-        for trace in drawn:
+        for trace in (trace for trace in drawn if trace["type"] == "bar"):
             places = [index[x] for x in trace["x"]]
             marker = {**trace.get("marker", {})}
             if thin and "line" in marker:
@@ -239,11 +241,15 @@ def _titles(tracks: Sequence[Track], moment: float, plot: int, theme: Theme) -> 
     return notes
 
 
-def _cursor(theme: Theme, x: float) -> dict[str, Any]:
-    return {
-        "type": "line", "xref": "x", "yref": "paper", "x0": _round(x), "x1": _round(x), "y0": 0, "y1": 1, "layer": "above",
-        "line": {"color": theme.ink, "width": 1.5}, "name": "cursor",
-    }  # fmt: skip
+def _cursors(theme: Theme, x: float, panels: int) -> list[dict[str, Any]]:
+    """The cursor in time, in every panel."""
+    return [
+        {
+            "type": "line", "xref": "x", "yref": f"y{_axis_name(place)} domain", "x0": _round(x), "x1": _round(x), "y0": 0,
+            "y1": 1, "layer": "above", "line": {"color": theme.ink, "width": 1.5}, "name": "cursor",
+        }
+        for place in range(panels)
+    ]  # fmt: skip
 
 
 def _slider(end: float, factor: float, unit: str, theme: Theme) -> dict[str, Any]:
@@ -254,7 +260,7 @@ def _slider(end: float, factor: float, unit: str, theme: Theme) -> dict[str, Any
         "currentvalue": {
             "prefix": "all at ", "suffix": f" {unit}", "font": {"color": theme.ink, "size": 12}, "xanchor": "left",
         },
-        "font": {"color": theme.muted, "size": 10}, "bgcolor": theme.panel, "activebgcolor": theme.line,
+        "font": {"color": "rgba(0,0,0,0)", "size": 10}, "bgcolor": theme.panel, "activebgcolor": theme.line,
         "bordercolor": theme.line, "tickcolor": theme.line, "ticklen": 3, "minorticklen": 0,
         "steps": [
             {"method": "animate", "label": f"{end * factor * number / FRAMES:,.{digits}f}", "args": [[str(number)], go]}

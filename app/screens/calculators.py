@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal
 
+import psutil
 import streamlit as st
 
 from app.experiments.kv_memory import KNOWN, KVShape, answer, of_config, of_model, of_text, pool_estimate, size
 from app.figures.calculator_memory import memory_alt, memory_figure
 from app.figures.palette import theme as theme_named
 from app.reading import current_lab
+from app.session import hub
 from engine.observe.formulas import DATASHEETS, DTYPE_BYTES, FormulaError
 
 LINK: Literal["query-params"] = "query-params"
@@ -55,8 +58,8 @@ with left:
     weight_dtype = st.selectbox("Weight dtype", dtypes, dtypes.index("bfloat16"), key="c_weight_dtype", bind=LINK)
     block_size = int(st.number_input("block_size, tokens", 1, 1024, 16, key="c_block", bind=LINK))
     context = int(st.number_input("Context of one request, tokens", 1, 1_000_000, 4096, key="c_context", bind=LINK))
-    devices = {sheet.name: sheet.memory for sheet in DATASHEETS}
-    device = st.selectbox("Device (datasheet)", [*devices, "another size"], key="c_device", bind=LINK)
+    devices = {"this machine": float(psutil.virtual_memory().total)} | {sheet.name: sheet.memory for sheet in DATASHEETS}
+    device = st.selectbox("Memory of (GPUs by datasheet)", [*devices, "another size"], key="c_device", bind=LINK)
     if device == "another size":
         memory = float(st.number_input("Memory, GiB", 0.01, 10_000.0, 16.0, key="c_memory", bind=LINK)) * 2**30
     else:
@@ -75,20 +78,25 @@ if shape is not None:
     )
     waste = found.wasted_slots / (found.blocks * block_size)
     with right:
-        tiles = st.columns(3)
-        tiles[0].metric("One token (estimate)", size(found.per_token), border=True)
-        tiles[1].metric(f"One request of {context:,} (estimate)", size(found.held), border=True)
-        tiles[2].metric("Such requests that fit (estimate)", f"{found.fit:,}", border=True)
+        tiles = {
+            "One token": size(found.per_token),
+            f"One request of {context:,}": size(found.held),
+            "Such requests that fit": f"{found.fit:,}",
+        }
+        for column, (label, value) in zip(st.columns(3), tiles.items(), strict=True):
+            with column.container(border=True):
+                st.caption(f"{label} (estimate)")
+                st.markdown(f"### *{value}*", text_alignment="left")
         st.markdown(
             f"*{shape.kind}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads for {shape.num_heads} query heads, "
-            f"head dimension {shape.head_dim}. Weights {size(found.weights)}; {size(max(0.0, found.memory_for_kv))} are left "
-            f"for KV of {size(memory * share)} usable. Paging: {found.blocks:,} blocks of {block_size}, {found.wasted_slots} "
-            f"slots empty in the last one ({waste:.2%}), {size(found.held - found.stored)} more than without paging.*"
+            f"head dimension {shape.head_dim}. Weights {size(found.weights)}; {size(max(0.0, found.memory_for_kv))} are "
+            f"left for KV of {size(memory * share)} usable. Paging: {found.blocks:,} blocks of {block_size}, "
+            f"{found.wasted_slots} slots empty in the last one ({waste:.2%}), {size(found.held - found.stored)} more than without paging.*"
         )
         if found.memory_for_kv <= 0:
             st.error(
-                f"The weights alone take {size(found.weights)}, more than the {size(memory * share)} that may be used: choose "
-                f"a larger device or a smaller weight dtype."
+                f"The weights alone take {size(found.weights)}, more than the {size(memory * share)} that may be used: "
+                f"choose a larger device or a smaller weight dtype."
             )
         longest = max(256, shape.max_position)
         st.plotly_chart(
@@ -102,20 +110,23 @@ if shape is not None:
         f"this model ({shape.kind})": shape.num_kv_heads,
         "MQA: one": 1,
     }
-    st.dataframe(
+    st.caption("One token's keys and values, estimates.")
+    st.table(
         [
             {
                 "K and V": name,
-                "KV heads": heads,
-                **{f"{dtype}, a token (estimate)": size(shape.bytes_per_token(dtype, heads)) for dtype in dtypes},
+                "heads": str(heads),
+                **{dtype: f"*{size(shape.bytes_per_token(dtype, heads))}*" for dtype in dtypes},
             }
             for name, heads in kinds.items()
         ],
+        border="horizontal",
         hide_index=True,
-        width="stretch",
     )
 
 st.header("The engine of this lab", divider="gray")
+with contextlib.suppress(ValueError, RuntimeError):
+    hub().ensure_open(lab)
 info = lab.log.info
 if model is None or info is None or loaded is None:
     st.caption("The lab's own pool appears here when the lab is open and its model has weights.")

@@ -1,0 +1,177 @@
+"""Differences with known answers, warnings, and files that come back."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import msgspec
+import pytest
+
+from engine.workload.datafile import DataFileError
+from engine.workload.results import (
+    COUNTED,
+    NUMBERS,
+    Compared,
+    ExperimentResult,
+    RunValues,
+    cautions,
+    differences,
+    differences_csv,
+    parse_result,
+    read_result,
+    spread_text,
+    spreads,
+    text_report,
+    thinned,
+    write_result,
+)
+from tests.experiments.conftest import small
+
+
+def synthetic(a: dict[str, list[float]], b: dict[str, list[float]], **changes) -> ExperimentResult:
+    """A result with given numbers of two variants."""
+    runs = []
+    for variant, numbers in (("static", a), ("continuous", b)):
+        count = len(next(iter(numbers.values())))
+        runs += [
+            RunValues(variant=variant, repetition=i, values={name: values[i] for name, values in numbers.items()})
+            for i in range(count)
+        ]
+    return ExperimentResult(experiment=small("static-continuous"), runs=tuple(runs), **changes)
+
+
+def test_a_steady_factor_of_two_is_clear_and_said_in_words():
+    base = [1.0, 1.1, 1.2, 1.3, 1.4]
+    found = {
+        d.name: d for d in differences(synthetic({"output_throughput": base}, {"output_throughput": [2 * x for x in base]}))
+    }
+    d = found["output_throughput"]
+    assert (d.kind, d.ratio, d.interval, d.good) == ("clear", pytest.approx(2.0), pytest.approx((2.0, 2.0)), True)
+    assert d.words == "With continuous, the server makes more of its time: 2.00 × that with static."
+
+
+def test_what_rises_is_bad_where_less_is_better():
+    found = differences(synthetic({"ttft_p50": [1.0] * 5}, {"ttft_p50": [1.2] * 5}))
+    assert (found[0].kind, found[0].good) == ("clear", False)
+    assert found[0].words == "With continuous, a typical user waits longer for the first token: 20 % more than with static."
+
+
+def test_noise_and_too_few_repetitions_are_named():
+    noise = differences(synthetic({"ttft_p50": [1.0, 2.0, 1.5, 1.2, 1.8]}, {"ttft_p50": [1.6, 1.1, 1.9, 1.3, 1.4]}))
+    assert (noise[0].kind, noise[0].good) == ("within noise", None)
+    assert "Within noise" in noise[0].words
+    few = differences(synthetic({"ttft_p50": [1.0, 1.0]}, {"ttft_p50": [2.0, 2.0]}))
+    assert few[0].kind == "too few repetitions"
+    assert few[0].words.startswith("2 repetitions are too few")
+
+
+def test_what_is_counted_needs_no_repetitions():
+    found = {
+        d.name: d
+        for d in differences(synthetic({"steps": [10.0], "preemptions": [0.0]}, {"steps": [5.0], "preemptions": [0.0]}))
+    }
+    assert found["steps"].kind == "counted"
+    assert found["steps"].words == "With continuous, fewer passes over the weights: 50 % less than with static."
+    assert found["preemptions"].words == "The same as with static."
+    from_none = differences(synthetic({"padding_tokens": [0.0]}, {"padding_tokens": [294.0]}))
+    assert from_none[0].words.endswith("294 more than with static.")
+
+
+def test_counts_that_vary_are_treated_as_measured():
+    found = differences(synthetic({"steps": [10.0, 11, 12, 13, 14]}, {"steps": [11.0, 10, 14, 12, 13]}))
+    assert found[0].kind == "within noise"
+
+
+def test_undefined_numbers_are_left_out():
+    assert differences(synthetic({"ttft_p50": [None]}, {"ttft_p50": [None]})) == []
+    assert spread_text(spreads(synthetic({"steps": [1.0]}, {"steps": [1.0]}), "static")["ttft_p50"], "ttft_p50") == "n/a"
+
+
+def test_medians_are_shown_with_their_range_and_unit():
+    found = synthetic({"ttft_p50": [0.1, 0.3, 0.2]}, {"ttft_p50": [0.1, 0.1, 0.1]})
+    assert spread_text(spreads(found, "static")["ttft_p50"], "ttft_p50") == "200.0 (100.0 to 300.0)"
+    assert spread_text(spreads(found, "continuous")["ttft_p50"], "ttft_p50") == "100.0"
+
+
+def test_samples_are_thinned_to_quantiles_with_both_ends():
+    values = [float(v) for v in range(10_000)]
+    kept = thinned(values, 11)
+    assert (len(kept), kept[0], kept[-1], kept[5]) == (11, 0.0, 9999.0, 5000.0)
+    assert thinned([3.0, 1.0]) == (1.0, 3.0)
+
+
+def test_every_number_says_what_it_is_and_what_more_and_less_of_it_mean():
+    for name, number in NUMBERS.items():
+        assert number.label and number.text.endswith(".") and number.higher != number.lower, name
+    assert set(COUNTED) < set(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "about"),
+    [
+        ({"model": {"name": "other", "device": "cpu", "dtype": "none"}}, "model"),
+        ({"model": {"name": "scripted", "device": "cuda:0", "dtype": "none"}}, "hardware"),
+        ({"others": "other programs used 50 % of the processor"}, "hardware"),
+    ],
+)
+def test_results_that_must_not_be_compared_are_named(change, about):
+    base = synthetic({"steps": [1.0]}, {"steps": [1.0]}, model={"name": "scripted", "device": "cpu", "dtype": "none"})
+    other = msgspec.structs.replace(base, **change)
+    found = cautions([Compared(base, "static"), Compared(other, "static")])
+    assert [caution.about for caution in found] == [about]
+    assert cautions([Compared(base, "static"), Compared(base, "continuous")]) == []
+
+
+def test_lengths_and_load_that_differ_are_named(result):
+    other = msgspec.structs.replace(result, experiment=small("prefix-cache"), runs=(), shown=())
+    run = RunValues(variant="on", repetition=0, values={}, prompt_tokens=1, output_tokens=1, requests=1)
+    other = msgspec.structs.replace(other, runs=(run,))
+    about = {caution.about for caution in cautions([Compared(result, "static"), Compared(other, "on")])}
+    assert about == {"lengths", "concurrency"}
+
+
+def test_a_result_survives_its_file(result, tmp_path):
+    path = tmp_path / "a.experiment.json"
+    path.write_bytes(write_result(result))
+    again = read_result(path)
+    assert again == result
+    assert write_result(again) == write_result(result)
+    assert differences(again) == differences(result)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"version":1,"experiment"', '"version":9,"experiment"', "reads version 1"),
+        ('"variant":"static","repetition":0', '"variant":"gone","repetition":0', "'gone', which is no variant"),
+        ('"repetition":0', '"repetition":"x"', "whole number"),
+        ('"max_num_seqs":4', '"max_num_seqs":0', "max_num_seqs=0"),
+        ('"made"', '"made', "no valid JSON"),
+    ],
+)
+def test_a_damaged_result_is_refused_with_its_place(result, old, new, words):
+    text = write_result(result).decode()
+    assert old in text
+    with pytest.raises(DataFileError) as caught:
+        parse_result(text.replace(old, new, 1), "a.json")
+    assert words in str(caught.value)
+    assert "line 1" in str(caught.value)
+
+
+def test_csv_has_a_line_for_every_number_and_no_formulas(result):
+    evil = msgspec.structs.replace(result.runs[0], variant="static")
+    rows = list(csv.DictReader(io.StringIO(differences_csv(result))))
+    assert len(rows) == len(result.runs) * len(NUMBERS)
+    first = next(r for r in rows if r["number"] == "duration")
+    assert float(first["value"]) == evil.values["duration"] and first["unit"] == "s"
+    experiment = small("static-continuous")
+    variants = (msgspec.structs.replace(experiment.variants[0], name="=cmd()"), experiment.variants[1])
+    named = msgspec.structs.replace(experiment, variants=variants, expect=())
+    runs = (RunValues(variant="=cmd()", repetition=0, values={"steps": 1.0}),)
+    assert ",'=cmd()," in differences_csv(ExperimentResult(experiment=named, runs=runs))
+
+
+def test_the_terminal_s_report_tells_numbers_differences_and_expectations(result):
+    text = text_report(result)
+    assert "Steps" in text and "holds" in text and "With continuous, fewer passes over the weights" in text
