@@ -2,17 +2,19 @@
 
 Colour says who, texture says what: prefill solid, decode a light fill with a solid edge, recompute hatched, tokens from the
 prefix cache dotted (above the bar: they are not computed and don't count against the budget), padding a grey cross-hatch.
+A strip above the bars counts who waits in each step; why the first of them waits is in its hover and in ``moment_words``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 from app.figures.palette import Theme, mix
+from app.figures.story import reason_words
 from app.figures.template import Figure, axis, layout, note, vertical_line
 from engine.core.trace import Scheduled, StepTrace, letter
 
@@ -20,8 +22,10 @@ WINDOW = 40
 """Steps that a picture shows."""
 PAGE = 10
 """The window moves on by this many steps at once, so that it stands still while one steps."""
+HIGH = 0.87
+"""Share of the picture's height that the bars take; the strip of those who wait is above."""
 MOST_LEVELS = 12
-"""Steps with more rows than this are drawn by kind instead of by request."""
+"""Steps with more rows than this are drawn by kind instead of by request, but for the selected one."""
 KINDS = ("prefill", "decode", "recompute", "padding", "cached")
 PATTERNS = {"prefill": "", "decode": "", "recompute": "/", "padding": "x", "cached": "."}
 KIND_WORDS = {
@@ -100,13 +104,15 @@ def batch_figure(
 
     ``root``: a square-root axis up to the budget, on which decodes stay visible beside a long prompt.
     """
-    bars = {step.index: parts(step, numbers) for step in shown if step.scheduled}
-    deepest = max((len(bar) for bar in bars.values()), default=0)
-    by_kind = deepest > MOST_LEVELS
-    data = _by_kind(bars, theme, root) if by_kind else _by_level(bars, deepest, theme, selected, root)
+    working = [step for step in shown if step.scheduled]
+    by_kind = any(len(step.scheduled) > MOST_LEVELS for step in working)
+    if by_kind:
+        data = _by_kind(working, numbers, theme, selected, root)
+    else:
+        data = _by_level({step.index: parts(step, numbers) for step in working}, theme, selected, root)
     if not data:
         data = [{"type": "bar", "name": "empty", "x": [], "y": []}]
-    peak = max((sum(part.tokens for part in bar) for bar in bars.values()), default=0)
+    peak = max((sum(row.num_tokens + row.cached for row in step.scheduled) for step in working), default=0)
     top = max(peak, round(budget * 1.08)) if root else scale(peak, budget)
     place = math.sqrt if root else float
     shapes: list[dict[str, Any]] = [] if cursor is None else [vertical_line(theme, cursor)]
@@ -119,21 +125,78 @@ def batch_figure(
             note(theme, f"token budget {budget:,}", 1, place(budget), yref="y", yanchor="top", bgcolor="rgba(0,0,0,0)")
         )
     else:
-        notes.append(note(theme, f"scale 0–{top:,} tokens; the budget, {budget:,}, lies above it"))
+        notes.append(note(theme, f"scale 0–{top:,} tokens; the budget, {budget:,}, lies above it", 1, HIGH))
     if by_kind:
-        notes.append(note(theme, f"more than {MOST_LEVELS} pieces a step: stacked by kind", 0, 1, xanchor="left"))
+        notes.append(
+            note(
+                theme,
+                f"more than {MOST_LEVELS} requests a step: stacked by kind, the selected one apart",
+                0,
+                HIGH,
+                xanchor="left",
+            )
+        )
     return {
-        "data": data,
+        "data": [*data, _waiting(shown, numbers, theme)],
         "layout": layout(
             theme,
             barmode="stack",
             bargap=0.12,
             xaxis=axis(theme, range=[frame[0] - 0.5, frame[1] + 0.5], title="step", showgrid=False, dtick=5, tick0=0),
-            yaxis=axis(theme, range=[0, place(top)], **_ticks(top, root)),
+            yaxis=axis(theme, range=[0, place(top)], domain=[0, HIGH], **_ticks(top, root)),
+            yaxis2=axis(
+                theme,
+                range=[0, 1],
+                domain=[HIGH + 0.06, 1],
+                tickvals=[0.5],
+                ticktext=["waiting"],
+                showgrid=False,
+                ticks="",
+                tickfont={"color": theme.muted, "size": 10},
+            ),
             shapes=shapes,
             annotations=notes,
         ),
     }
+
+
+def _waiting(shown: Sequence[StepTrace], numbers: Mapping[str, int], theme: Theme) -> dict[str, Any]:
+    """How many requests wait in each step, as numbers in the strip above the bars."""
+    steps = [step for step in shown if step.scheduled and step.num_waiting]
+    return {
+        "type": "scatter",
+        "name": "waiting",
+        "mode": "text",
+        "yaxis": "y2",
+        "x": [step.index for step in steps],
+        "y": [0.5] * len(steps),
+        "text": [str(step.num_waiting) for step in steps],
+        "textfont": {"size": 10, "color": theme.ink},
+        "customdata": [[-1, "waiting", "", 0] for _ in steps],
+        "hovertext": [f"step {step.index}: {waiting_words(step, numbers)}" for step in steps],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "cliponaxis": False,
+    }
+
+
+def waiting_words(step: StepTrace, numbers: Mapping[str, int]) -> str:
+    """Who waits in a step and why, in a few words."""
+    if not step.num_waiting:
+        return "nobody waits"
+    if step.blocked is None:
+        return f"{step.num_waiting} wait"
+    name = letter(numbers[step.blocked.request_id]) if step.blocked.request_id in numbers else "the first"
+    behind = f", {step.num_waiting - 1} behind it" if step.num_waiting > 1 else ""
+    return f"{name} waits{behind}: {reason_words(step.blocked)}"
+
+
+def moment_words(step: StepTrace | None, numbers: Mapping[str, int], budget: int) -> str:
+    """One line on the batch of the chosen step: what is computed, and who waits for what."""
+    if step is None:
+        return ""
+    if not step.scheduled:
+        return f"Step {step.index}: nothing was computed."
+    return f"Step {step.index}: {step.num_tokens:,} of {budget:,} tokens; {waiting_words(step, numbers)}."
 
 
 def batch_alt(shown: Sequence[StepTrace], numbers: Mapping[str, int], budget: int) -> str:
@@ -142,7 +205,8 @@ def batch_alt(shown: Sequence[StepTrace], numbers: Mapping[str, int], budget: in
     if last is None:
         return "Batch composition: no step yet."
     pieces = ", ".join(f"{letter(p.number)} {p.kind} {p.tokens}" for p in parts(last, numbers)[:12])
-    return f"Batch composition: step {last.index} computes {last.num_tokens} of {budget} tokens: {pieces}."
+    waits = f" In the queue: {waiting_words(last, numbers)}." if last.num_waiting else ""
+    return f"Batch composition: step {last.index} computes {last.num_tokens} of {budget} tokens: {pieces}.{waits}"
 
 
 def _ticks(top: int, root: bool) -> dict[str, Any]:
@@ -152,13 +216,11 @@ def _ticks(top: int, root: bool) -> dict[str, Any]:
     return {"title": "tokens (√ scale)", "tickvals": [math.sqrt(v) for v in values], "ticktext": [f"{v:,}" for v in values]}
 
 
-def _by_level(
-    bars: Mapping[int, list[Part]], deepest: int, theme: Theme, selected: int | None, root: bool
-) -> list[dict[str, Any]]:
+def _by_level(bars: Mapping[int, list[Part]], theme: Theme, selected: int | None, root: bool) -> list[dict[str, Any]]:
     tall = {x: heights([part.tokens for part in bar], root=root) for x, bar in bars.items()}
     return [
         _level({x: (bar[level], tall[x][level]) for x, bar in bars.items() if level < len(bar)}, level, theme, selected)
-        for level in range(deepest)
+        for level in range(max(map(len, bars.values()), default=0))
     ]
 
 
@@ -199,34 +261,69 @@ def _texture(shapes: list[str], fronts: list[str], backs: list[str]) -> dict[str
     return {"pattern": {"shape": shapes, "fgcolor": fronts, "bgcolor": backs, "size": 5, "solidity": 0.35}}
 
 
-def _by_kind(bars: Mapping[int, list[Part]], theme: Theme, root: bool) -> list[dict[str, Any]]:
-    sums = {x: [sum(p.tokens for p in bar if p.kind == kind) for kind in KINDS] for x, bar in bars.items()}
-    tall = {x: heights(row, root=root) for x, row in sums.items()}
-    data = []
+def kind_sums(rows: Iterable[Scheduled]) -> tuple[list[int], list[int]]:
+    """Tokens, and how many requests, of each of ``KINDS``: the sums of ``parts``."""
+    tokens, counts = [0] * len(KINDS), [0] * len(KINDS)
+    prefill, decode, recompute, padding, cached = range(len(KINDS))
+    for row in rows:
+        again = (
+            0
+            if row.kind == "padding"
+            else row.num_tokens
+            if row.kind == "recompute"
+            else min(row.recomputed, row.num_tokens)
+        )
+        own = padding if row.kind == "padding" else decode if row.kind == "decode" else prefill
+        for place, count in ((recompute, again), (own, row.num_tokens - again), (cached, row.cached)):
+            tokens[place] += count
+            counts[place] += count > 0
+    return tokens, counts
+
+
+def _by_kind(
+    working: Sequence[StepTrace], numbers: Mapping[str, int], theme: Theme, selected: int | None, root: bool
+) -> list[dict[str, Any]]:
+    """The selected request's pieces at the bottom, then all others by kind."""
+    own: dict[int, list[Part]] = {}
+    sums: dict[int, tuple[list[int], list[int]]] = {}
+    for step in working:
+        mine = [r for r in step.scheduled if numbers.get(r.request_id, 0) == selected] if selected is not None else []
+        own[step.index] = parts(StepTrace(index=step.index, start=step.start, scheduled=tuple(mine)), numbers)
+        sums[step.index] = kind_sums(row for row in step.scheduled if row not in mine)
+    tall = {x: heights([*(part.tokens for part in own[x]), *sums[x][0]], root=root) for x in own}
+    data = [
+        _level({x: (bar[level], tall[x][level]) for x, bar in own.items() if level < len(bar)}, level, theme, selected)
+        for level in range(max(map(len, own.values()), default=0))
+    ]
     for place, kind in enumerate(KINDS):
-        counts = {x: len({p.number for p in bar if p.kind == kind}) for x, bar in bars.items()}
-        xs = [x for x, row in sums.items() if row[place]]
-        if not xs:
-            continue
-        hue = theme.muted if kind == "padding" else theme.ink
-        fill = mix(hue, theme.paper, 0.75 if kind == "prefill" else 0.22)
-        words = KIND_WORDS[kind]
-        trace: dict[str, Any] = {
-            "type": "bar",
-            "name": kind,
-            "x": xs,
-            "y": [tall[x][place] for x in xs],
-            "marker": {
-                "color": fill,
-                "line": {"color": hue, "width": 1},
-                **_texture([PATTERNS[kind]] * len(xs), [hue] * len(xs), [fill] * len(xs)),
-            },
-            "customdata": [[-1, kind, "", sums[x][place]] for x in xs],
-            "hovertext": [f"step {x}: {words}<br>{sums[x][place]} tokens of {counts[x]} requests" for x in xs],
-            "hovertemplate": "%{hovertext}<extra></extra>",
-        }
-        data.append(trace)
+        xs = [x for x, (tokens, _) in sums.items() if tokens[place]]
+        if xs:
+            heights_of = [tall[x][len(own[x]) + place] for x in xs]
+            data.append(_kind(kind, xs, heights_of, [(sums[x][0][place], sums[x][1][place]) for x in xs], theme))
     return data
+
+
+def _kind(kind: str, xs: list[int], ys: list[float], told: list[tuple[int, int]], theme: Theme) -> dict[str, Any]:
+    """All of one kind. ``told``: (tokens, requests) of each bar."""
+    hue = theme.muted if kind == "padding" else theme.ink
+    fill = mix(hue, theme.paper, 0.75 if kind == "prefill" else 0.22)
+    words = KIND_WORDS[kind]
+    return {
+        "type": "bar",
+        "name": kind,
+        "x": xs,
+        "y": ys,
+        "marker": {
+            "color": fill,
+            "line": {"color": hue, "width": 1},
+            **_texture([PATTERNS[kind]] * len(xs), [hue] * len(xs), [fill] * len(xs)),
+        },
+        "customdata": [[-1, kind, "", tokens] for tokens, _ in told],
+        "hovertext": [
+            f"step {x}: {words}<br>{tokens} tokens of {count} requests" for x, (tokens, count) in zip(xs, told, strict=True)
+        ],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }
 
 
 def row_kind(row: Scheduled) -> str:

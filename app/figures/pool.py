@@ -5,8 +5,11 @@
     ┌──┬──┬──┬──┐   filled cell     owner's colour, filled from the left by tokens of block_size
     │▓A│▓A│▒B│  │   dashed edge     cached, owned by nobody
     ├──┼──┼──┼──┤   double edge     shared, with the number of owners
-    │┄┄│  │▣2│  │   heavy edge      taken in this step;  dotted heavy edge: its content was evicted in this step
-    └──┴──┴──┴──┘   empty           free
+    │┄┄│  │▣2│  │   heavy edge      taken in this step
+    └──┴──┴──┴──┘   red dotted edge its content was evicted in this step; it fades over the next steps
+                    empty           free, on demand with its place in the free queue (1 is taken next)
+
+Pools of more than 8,000 blocks: one cell is several blocks (``app.figures.pool_groups``).
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.figures.palette import Theme, mix
+from app.figures.pool_groups import Groups, per_cell
 from app.figures.template import Figure, boxes, hidden_axis, layout
 from engine.core.trace import letter
 
 LETTERS_UP_TO = 256
 """Pools up to this many blocks print a letter in every owned cell, larger ones at the start of each run."""
 MOST_LABELS = 120
+FADES = 3
+"""Steps over which the outline of an evicted block fades."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +52,60 @@ class PoolView:
     places: dict[int, int] = field(default_factory=dict)
     """Place of a block in the free queue, 0 is taken next."""
     unit: str = "block"
+    fading: dict[int, int] = field(default_factory=dict)
+    """Blocks whose content was evicted a few steps ago: how many steps."""
 
 
 def columns(num_blocks: int) -> int:
     """Columns of the grid: a power of two that gives about 1.8 times as many columns as rows."""
+    cells = -(-num_blocks // per_cell(num_blocks))
     wide = 8
-    while wide * wide < num_blocks * 1.8:
+    while wide * wide < cells * 1.8:
         wide *= 2
-    return min(wide, max(num_blocks, 1))
+    return min(wide, max(cells, 1))
 
 
-def pool_figure(view: PoolView, theme: Theme, selected: int | None = None) -> Figure:
-    """The pool as a heatmap with a handful of overlay shapes. ``selected`` is a request number: the others step back."""
+def pool_figure(view: PoolView, theme: Theme, selected: int | None = None, *, queue: bool = False) -> Figure:
+    """The pool as a heatmap with a handful of overlay shapes.
+
+    Args:
+        view: the pool at one step.
+        theme: its colours.
+        selected: a request number; the others step back.
+        queue: print the place in the free queue into each free block.
+    """
     wide = columns(view.num_blocks)
+    if per_cell(view.num_blocks) > 1:
+        return _grouped(view, theme, selected, wide)
     rows = -(-view.num_blocks // wide)
     z = [[_level(view, row * wide + column + 1, selected, len(theme.hues)) for column in range(wide)] for row in range(rows)]
     hover = [[_hover(view, row * wide + column + 1) for column in range(wide)] for row in range(rows)]
+    places = [_places(view, theme, wide)] if queue else []
+    return {
+        "data": [
+            _grid(z, hover, theme),
+            _unfilled(_fills(view), theme, wide),
+            _labels(view, theme, wide, selected),
+            *places,
+        ],
+        "layout": _layout(theme, wide, rows, _edges(view, theme, wide)),
+    }
+
+
+def _grouped(view: PoolView, theme: Theme, selected: int | None, wide: int) -> Figure:
+    """One cell for several blocks; edges and letters would not be readable, the hover says it all."""
+    groups = Groups(view)
+    rows = -(-groups.count // wide)
+    cells = [[row * wide + column + 1 for column in range(wide)] for row in range(rows)]
+    z = [[groups.level(cell, selected, len(theme.hues)) for cell in row] for row in cells]
+    fills = {cell: share for cell in groups.used() if (share := groups.share(cell)) < 1}
+    grid = _grid(z, [[groups.hover(cell) for cell in row] for row in cells], theme)
+    return {"data": [grid, _unfilled(fills, theme, wide)], "layout": _layout(theme, wide, rows, [])}
+
+
+def _grid(z: list[list[int | None]], hover: list[list[str]], theme: Theme) -> dict[str, Any]:
     levels = _colours(theme)
-    grid: dict[str, Any] = {
+    return {
         "type": "heatmap",
         "name": "blocks",
         "z": z,
@@ -77,17 +119,16 @@ def pool_figure(view: PoolView, theme: Theme, selected: int | None = None) -> Fi
         "hovertemplate": "%{hovertext}<extra></extra>",
         "hoverongaps": False,
     }
-    figure: Figure = {
-        "data": [grid, _unfilled(view, theme, wide), _labels(view, theme, wide, selected)],
-        "layout": layout(
-            theme,
-            margin={"l": 4, "r": 4, "t": 4, "b": 4},
-            xaxis=hidden_axis(range=[-0.5, wide - 0.5]),
-            yaxis=hidden_axis(range=[rows - 0.5, -0.5]),
-            shapes=_edges(view, theme, wide),
-        ),
-    }
-    return figure
+
+
+def _layout(theme: Theme, wide: int, rows: int, shapes: list[dict[str, Any]]) -> dict[str, Any]:
+    return layout(
+        theme,
+        margin={"l": 4, "r": 4, "t": 4, "b": 4},
+        xaxis=hidden_axis(range=[-0.5, wide - 0.5]),
+        yaxis=hidden_axis(range=[rows - 0.5, -0.5]),
+        shapes=shapes,
+    )
 
 
 def pool_alt(view: PoolView, title: str = "KV block pool") -> str:
@@ -95,9 +136,11 @@ def pool_alt(view: PoolView, title: str = "KV block pool") -> str:
     owners = sorted({use.number for uses in view.uses.values() for use in uses})
     names = ", ".join(letter(number) for number in owners[:12]) or "nobody"
     shared = sum(len(uses) > 1 for uses in view.uses.values())
+    size = per_cell(view.num_blocks)
+    coarse = f" One cell is {size} blocks." if size > 1 else ""
     return (
         f"{title}: {len(view.uses)} of {view.num_blocks} blocks in use by {names}; "
-        f"{len(view.cached)} cached and unowned, {shared} shared, block size {view.block_size} tokens."
+        f"{len(view.cached)} cached and unowned, {shared} shared, block size {view.block_size} tokens.{coarse}"
     )
 
 
@@ -186,7 +229,7 @@ def _label(uses: Sequence[Use]) -> str:
 
 
 def _edges(view: PoolView, theme: Theme, wide: int) -> list[dict[str, Any]]:
-    """At most four shapes, each one path around all the cells it marks."""
+    """A handful of shapes, each one path around all the cells it marks."""
     shared = [_cell(block, wide) for block, uses in sorted(view.uses.items()) if len(uses) > 1]
     cached = [_cell(block, wide) for block in sorted(view.cached) if not view.uses.get(block)]
     groups: list[tuple[str, str, dict[str, Any]]] = [
@@ -195,23 +238,53 @@ def _edges(view: PoolView, theme: Theme, wide: int) -> list[dict[str, Any]]:
         ("allocated", boxes([_cell(b, wide) for b in sorted(view.allocated)], 0.03), {"color": theme.ink, "width": 2}),
         ("evicted", boxes([_cell(b, wide) for b in sorted(view.evicted)], 0.03),
          {"color": theme.alert, "width": 2, "dash": "3px,2px"}),
+        *(_faded(view, theme, wide, age) for age in range(1, FADES + 1)),
     ]  # fmt: skip
     return [
         {"type": "path", "name": name, "path": path, "line": line, "layer": "above"} for name, path, line in groups if path
     ]
 
 
-def _unfilled(view: PoolView, theme: Theme, wide: int) -> dict[str, Any]:
-    """The part of each owned block that holds no tokens yet, from the right: one trace of many rectangles."""
+def _faded(view: PoolView, theme: Theme, wide: int, age: int) -> tuple[str, str, dict[str, Any]]:
+    """The outline of blocks evicted ``age`` steps ago, paler with each step."""
+    cells = [_cell(b, wide) for b, steps_ago in sorted(view.fading.items()) if steps_ago == age and b not in view.evicted]
+    colour = mix(theme.alert, theme.paper, 1 - age / (FADES + 1))
+    return f"evicted {age} ago", boxes(cells, 0.03), {"color": colour, "width": 2, "dash": "3px,2px"}
+
+
+def _places(view: PoolView, theme: Theme, wide: int) -> dict[str, Any]:
+    """Places in the free queue, 1 is taken next: all of a small pool, the next ones of a large one."""
+    most = LETTERS_UP_TO if view.num_blocks <= LETTERS_UP_TO else MOST_LABELS
+    blocks = sorted((place, block) for block, place in view.places.items() if place < most)
+    cells = [_cell(block, wide) for _, block in blocks]
+    return {
+        "type": "scatter",
+        "name": "queue",
+        "mode": "text",
+        "x": [x for x, _ in cells],
+        "y": [y for _, y in cells],
+        "text": [str(place + 1) for place, _ in blocks],
+        "textfont": {"size": 10 if view.num_blocks <= LETTERS_UP_TO else 9, "color": theme.ink},
+        "hoverinfo": "skip",
+        "cliponaxis": True,
+    }
+
+
+def _fills(view: PoolView) -> dict[int, float]:
+    """How full the blocks are that have room left, 0 to 1."""
+    fills = {block: max(use.tokens for use in uses) / view.block_size for block, uses in sorted(view.uses.items())}
+    return {block: share for block, share in fills.items() if share < 1}
+
+
+def _unfilled(fills: dict[int, float], theme: Theme, wide: int) -> dict[str, Any]:
+    """The part of each owned cell that holds nothing yet, from the right: one trace of many rectangles."""
     xs: list[float | None] = []
     ys: list[float | None] = []
-    for block, uses in sorted(view.uses.items()):
-        filled = max(use.tokens for use in uses) / view.block_size
-        if filled < 1:
-            x, y = _cell(block, wide)
-            left, right = round(x - 0.46 + 0.92 * filled, 3), x + 0.46
-            xs += [left, right, right, left, left, None]
-            ys += [y - 0.42, y - 0.42, y + 0.42, y + 0.42, y - 0.42, None]
+    for cell, filled in fills.items():
+        x, y = _cell(cell, wide)
+        left, right = round(x - 0.46 + 0.92 * filled, 3), x + 0.46
+        xs += [left, right, right, left, left, None]
+        ys += [y - 0.42, y - 0.42, y + 0.42, y + 0.42, y - 0.42, None]
     return {
         "type": "scatter",
         "name": "unfilled",

@@ -7,18 +7,23 @@ from typing import Any
 
 from engine.core.trace import Blocked, StepTrace, letter
 
-KINDS = ("queue", "admit", "prefill", "preempt", "block", "evict", "finish")
 WORDS = {
-    "queue": "Arrival: the request joins the end of the waiting queue.",
+    "queue": "Arrival: the request joins the waiting queue.",
     "admit": "Admission: the request leaves the queue, takes a seat, and its first tokens enter the batch.",
+    "hit": "Prefix cache hit: full blocks of an earlier prompt with the same beginning are shared instead of computed.",
+    "evict": "Eviction: the content of a cached block that nobody holds is given up, because its place is needed.",
     "preempt": "Preemption: a request gives up its KV blocks so that another can go on. Its tokens are computed again.",
-    "block": "Waiting: the head of the queue does not fit yet, and all others wait behind it.",
-    "evict": "Eviction: the content of a cached block is given up because the block is needed for new tokens.",
-    "finish": "Finish: the request leaves the engine and its blocks return to the pool.",
-    "fork": "Fork: a second sample of the same prompt shares all its blocks.",
+    "fork": "Fork: another sample of the same prompt shares all its blocks.",
     "cow": "Copy-on-write: a shared block is copied before one of its owners writes to it.",
-    "hit": "Cache hit: blocks of an earlier prompt with the same beginning are shared instead of computed.",
+    "padding": "Padding: in a static batch, rows that are shorter or done are computed at full length, and thrown away.",
+    "finish": "Finish: the request leaves the engine and its blocks return to the pool.",
+    "seats": "Waiting for a seat: max_num_seqs requests run at once, the next one waits until one of them leaves.",
+    "tokens": "Waiting for budget: a step computes at most max_num_batched_tokens tokens, and running requests come first.",
+    "blocks": "Waiting for blocks: a request is admitted only when the pool can hold all of its tokens so far.",
+    "batch": "Waiting for the batch: static batching forms the next batch only when the last member of this one is done.",
+    "preemption": "Waiting after a preemption: in a step that took blocks from a request, nobody new is admitted.",
 }
+_TOLD = frozenset({"queue", "admit", "hit", "evict", "finish", "fork", "cow"})
 ENDS = {
     "stop": "ends by itself",
     "length": "reaches its token limit",
@@ -29,25 +34,57 @@ ENDS = {
 
 def story(steps: Sequence[StepTrace], numbers: Mapping[str, int], limit: int = 60) -> list[dict[str, Any]]:
     """The newest ``limit`` sentences, newest first. The same reason for waiting is told once, not at every step."""
+    begin = _begin(steps, limit)
+    told = _blocked(steps[begin - 1]) if begin else None
+    padded = bool(begin) and _padding(steps[begin - 1]) > 0
     entries: list[dict[str, Any]] = []
-    told: tuple[str, str] | None = None
-    for step in steps:
-        for event in (*step.events, *step.events_after):
-            text = _sentence(event.op, event, numbers)
-            if text:
-                entries.append(_entry(step.index, event.op, text, numbers.get(event.request_id)))
-        for preemption in step.preemptions:
-            victim, winner = _name(preemption.request_id, numbers), _name(preemption.in_favour_of, numbers)
-            reason = f"no free block for {winner}, so " if winner != victim else "no free block, so "
-            text = f"{reason}{victim} is preempted: {preemption.tokens_lost} tokens will be computed again."
-            entries.append(_entry(step.index, "preempt", text, numbers.get(preemption.request_id)))
-        if step.blocked is None:
-            told = None if step.scheduled else told
-        elif told != (step.blocked.request_id, step.blocked.reason):
-            told = (step.blocked.request_id, step.blocked.reason)
+    for step in steps[begin:]:
+        entries += _happened(step, numbers)
+        blocked = _blocked(step)
+        if step.blocked is not None and told != blocked:
             text = f"{_name(step.blocked.request_id, numbers)} waits: {reason_words(step.blocked)}."
-            entries.append(_entry(step.index, "block", text, numbers.get(step.blocked.request_id)))
+            entries.append(_entry(step.index, "block", text, numbers.get(step.blocked.request_id), step.blocked.reason))
+        told = blocked if blocked or step.scheduled else told
+        padding = _padding(step)
+        if padding and not padded:
+            text = f"{padding} padding tokens are computed beside {step.num_tokens - padding} real ones."
+            entries.append(_entry(step.index, "padding", text, None))
+        padded = padding > 0 if step.scheduled else padded
     return entries[-limit:][::-1]
+
+
+def _begin(steps: Sequence[StepTrace], limit: int) -> int:
+    """Place in ``steps`` from which on at least ``limit`` sentences are told, or 0."""
+    found = 0
+    for place in range(len(steps) - 1, -1, -1):
+        step = steps[place]
+        found += sum(event.op in _TOLD for event in (*step.events, *step.events_after)) + len(step.preemptions)
+        if found >= limit:
+            return place
+    return 0
+
+
+def _happened(step: StepTrace, numbers: Mapping[str, int]) -> list[dict[str, Any]]:
+    """The events and preemptions of one step."""
+    entries = []
+    for event in (*step.events, *step.events_after):
+        text = _sentence(event.op, event, numbers)
+        if text:
+            entries.append(_entry(step.index, event.op, text, numbers.get(event.request_id)))
+    for preemption in step.preemptions:
+        victim, winner = _name(preemption.request_id, numbers), _name(preemption.in_favour_of, numbers)
+        reason = f"no free block for {winner}, so " if winner != victim else "no free block, so "
+        text = f"{reason}{victim} is preempted: {preemption.tokens_lost} tokens will be computed again."
+        entries.append(_entry(step.index, "preempt", text[0].upper() + text[1:], numbers.get(preemption.request_id)))
+    return entries
+
+
+def _blocked(step: StepTrace) -> tuple[str, str] | None:
+    return None if step.blocked is None else (step.blocked.request_id, step.blocked.reason)
+
+
+def _padding(step: StepTrace) -> int:
+    return sum(row.num_tokens for row in step.scheduled if row.kind == "padding")
 
 
 def reason_words(blocked: Blocked) -> str:
@@ -71,8 +108,9 @@ def jumps(steps: Sequence[StepTrace]) -> dict[str, list[int]]:
     return found
 
 
-def _entry(index: int, kind: str, text: str, number: int | None) -> dict[str, Any]:
-    return {"step": index, "kind": kind, "text": text, "number": number, "definition": WORDS.get(kind, "")}
+def _entry(index: int, kind: str, text: str, number: int | None, word: str = "") -> dict[str, Any]:
+    """``word``: what is defined, where it is not the kind itself."""
+    return {"step": index, "kind": kind, "text": text, "number": number, "definition": WORDS.get(word or kind, "")}
 
 
 def _name(request_id: str, numbers: Mapping[str, int]) -> str:
@@ -84,8 +122,10 @@ def _sentence(op: str, event: Any, numbers: Mapping[str, int]) -> str:
     if op == "queue":
         return f"{name} arrives with {event.value} prompt tokens."
     if op == "admit":
-        cached = f", {event.value} tokens from the prefix cache" if event.value else ""
-        return f"{name} is admitted{cached}."
+        return f"{name} is admitted."
+    if op == "hit":
+        count = len(event.blocks)
+        return f"{name} finds {count} cached block{'s' * (count > 1)} of its prompt: their tokens need no computing."
     if op == "evict":
         return f"{len(event.blocks)} cached block{'s' * (len(event.blocks) > 1)} evicted for new tokens."
     if op == "finish":

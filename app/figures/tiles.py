@@ -1,4 +1,8 @@
-"""Latency, throughput and load as plain numbers with their names, units and one-line definitions."""
+"""Latency, throughput and load as plain numbers with their names, units and one-line definitions.
+
+The words and quantiles are those of the dashboard that vLLM ships: TTFT, ITL and E2E at p50, p90, p95, p99 and their mean,
+prompt and generation throughput apart, the scheduler's state (running, waiting), KV cache usage.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 
 from engine.core.outputs import EngineStats
 from engine.core.trace import RequestTrace, StepTrace
-from engine.observe.metrics import DEFINITIONS, PERCENTILE_METHOD, Window, latencies, latency_values, ratio, tokens_in
+from engine.observe.metrics import DEFINITIONS, PERCENTILE_METHOD, latencies, latency_values, ratio
 
 NEWEST = 200
 """Requests that the percentiles look at: the newest ones."""
@@ -32,9 +36,7 @@ def latency_rows(requests: Sequence[RequestTrace]) -> list[dict[str, Any]]:
                 "name": name,
                 "label": definition.label,
                 "text": f"{definition.text} {definition.formula}. Percentiles by {PERCENTILE_METHOD}.",
-                "p50": _ms(summary.p50),
-                "p95": _ms(summary.p95),
-                "p99": _ms(summary.p99),
+                **{field: _ms(getattr(summary, field)) for field in ("mean", "p50", "p90", "p95", "p99")},
                 "count": summary.count,
                 "few": summary.p99_flagged,
                 "spark": sparks[name],
@@ -43,21 +45,18 @@ def latency_rows(requests: Sequence[RequestTrace]) -> list[dict[str, Any]]:
     return rows
 
 
-def gauges(
-    stats: EngineStats, requests: Sequence[RequestTrace], now: float, steps: Sequence[StepTrace]
-) -> list[dict[str, Any]]:
-    """Output tokens a second, running, waiting, KV use, hit rate, preemptions."""
-    begin = max(0.0, now - RATE_WINDOW)
-    _, generated = tokens_in(requests, Window(begin, now))
-    rate = ratio(generated, now - begin) if generated and not any(s.slow for s in steps[-3:]) else None
-    speed = DEFINITIONS["output_throughput"].text
+def gauges(stats: EngineStats, now: float, steps: Sequence[StepTrace]) -> list[dict[str, Any]]:
+    """Prompt and generation throughput, running, waiting, KV cache usage, prefix cache hit rate, preemptions."""
+    prompt, generated, seconds = throughput(steps, now)
+    over = f"Over the last {seconds:,.1f} s of engine time."
     return [
-        _gauge("output", "Output", rate, "tokens/s", f"{speed} Over the last {RATE_WINDOW:g} s."),
-        _gauge("running", "Running", stats.running, "", "Requests in the running batch."),
-        _gauge("waiting", "Waiting", stats.waiting, "", "Requests in the queue."),
-        _gauge("kv", "KV use", 100 * stats.kv_usage, "%", "Share of the pool's blocks held by requests."),
+        _gauge("prompt", "Prompt", prompt, "tokens/s", f"Prompt tokens computed a second, cached ones left out. {over}"),
+        _gauge("generation", "Generation", generated, "tokens/s", f"Output tokens sampled a second. {over}"),
+        _gauge("running", "Running", stats.running, "", "Scheduler state: requests in the running batch."),
+        _gauge("waiting", "Waiting", stats.waiting, "", "Scheduler state: requests in the queue."),
+        _gauge("kv", "KV cache usage", 100 * stats.kv_usage, "%", "Share of the pool's blocks held by requests."),
         _gauge(
-            "hits", "Hit rate", None if stats.hit_rate is None else 100 * stats.hit_rate, "%",
+            "hits", "Prefix hit rate", None if stats.hit_rate is None else 100 * stats.hit_rate, "%",
             "Prompt tokens taken from the prefix cache, of those looked up.",
         ),
         _gauge(
@@ -65,6 +64,24 @@ def gauges(
             f"Times a request gave up its blocks. {stats.tokens_recomputed:,} tokens were computed again.",
         ),
     ]  # fmt: skip
+
+
+def throughput(steps: Sequence[StepTrace], now: float) -> tuple[float | None, float | None, float]:
+    """(prompt tokens computed a second, output tokens sampled a second, seconds looked at) up to ``now``.
+
+    Counted from ``steps``, the newest ones, oldest first: the last ``RATE_WINDOW`` seconds, or less where they reach less
+    far back. Undefined (None) while nothing ran, and while the newest steps are single steps or slow motion.
+    """
+    begin = max(0.0, now - RATE_WINDOW)
+    if steps and steps[0].index > 0:
+        begin = max(begin, min(steps[0].start, now))
+    inside = [step for step in steps if begin < step.end <= now]
+    if not inside or any(step.slow for step in steps[-3:]):
+        return None, None, now - begin
+    rows = [row for step in inside for row in step.scheduled]
+    prompt = sum(row.num_tokens - min(row.recomputed, row.num_tokens) for row in rows if row.kind == "prefill")
+    generated = sum(row.sampled >= 0 for row in rows)
+    return ratio(prompt, now - begin), ratio(generated, now - begin), now - begin
 
 
 def _gauge(name: str, label: str, value: float | None, unit: str, text: str) -> dict[str, Any]:

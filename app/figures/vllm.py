@@ -1,4 +1,4 @@
-"""A lab's settings as a ``vllm serve`` line: only the flags that vLLM has."""
+"""A lab's settings as a ``vllm serve`` command: only flags that vLLM has, and a comment line for what it has no flag for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from engine.core.config import EngineConfig
 
 
 def vllm_command(config: EngineConfig, model: str) -> str:
-    """The matching command. Teaching baselines (static batching, contiguous memory, no KV cache) have no counterpart."""
+    """The matching command, one flag a line. Settings without a counterpart are said in comment lines above it.
+
+    Flags as in the argument list of vLLM 0.32 (``vllm/engine/arg_utils.py``).
+    """
     flags = [
         f"--max-model-len {config.max_model_len}",
         f"--max-num-batched-tokens {config.token_budget}",
@@ -21,4 +24,21 @@ def vllm_command(config: EngineConfig, model: str) -> str:
     ]
     if config.long_prefill_token_threshold:
         flags.append(f"--long-prefill-token-threshold {config.long_prefill_token_threshold}")
-    return " ".join(["vllm serve", shlex.quote(model), *flags])
+    if config.seed is not None:
+        flags.append(f"--seed {config.seed}")
+    command = " \\\n  ".join([f"vllm serve {shlex.quote(model)}", *flags])
+    return "".join(f"# {line}\n" for line in without_counterpart(config)) + command
+
+
+def without_counterpart(config: EngineConfig) -> list[str]:
+    """What these settings do that vLLM has no flag for, a sentence each."""
+    found = []
+    if config.batching == "static":
+        found.append("batching='static' is a teaching baseline: vLLM always batches continuously.")
+    if config.kv_layout == "contiguous":
+        found.append(f"kv_layout='contiguous' (reserve='{config.reserve}') is a teaching baseline: vLLM's KV is paged.")
+    if not config.use_kv_cache:
+        found.append("use_kv_cache=False is a teaching baseline: vLLM always keeps K and V.")
+    if config.block_size % 16:
+        found.append(f"block_size={config.block_size} may be refused: vLLM's attention kernels take multiples of 16.")
+    return found

@@ -1,32 +1,39 @@
 """One moment of one lab as a viewer sees it: sections of plain data, encoded once and shared by all who look alike.
 
 Sections: ``head`` (model, state, mode), ``clock`` (steps and cursor), ``pool``, ``batch``, ``timeline`` (figures, with one
-sentence that describes each), ``requests``, ``tables``, ``tiles``, ``story``, ``focus`` (the selected request's tokens).
+sentence that describes each), ``requests``, ``tables``, ``tiles``, ``story``, ``focus`` (the selected request's tokens),
+``words`` (definitions), ``failed``.
+
+The sections stand alone: one that can't be made is left out (the browser keeps what it has) and named in ``failed`` with a
+short message, and the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from app.figures.batch import batch_alt, batch_figure, window
+from app.figures.batch import batch_alt, batch_figure, moment_words, window
 from app.figures.palette import Theme
 from app.figures.palette import theme as theme_named
-from app.figures.pool import PoolView, Use, columns, pool_alt, pool_figure
-from app.figures.story import ENDS, jumps, reason_words, story
+from app.figures.pool import FADES, PoolView, Use, columns, pool_alt, pool_figure
+from app.figures.pool_groups import per_cell
+from app.figures.story import ENDS, WORDS, jumps, reason_words, story
 from app.figures.tables import block_tables, extents
 from app.figures.tiles import gauges, latency_rows
 from app.figures.timeline import choose, timeline_alt, timeline_figure
-from app.live.ledger import Ledger, LiveLedger, past
+from app.live.ledger import Ledger, LiveLedger, nothing, past
 from engine.core.config import EngineConfig
 from engine.core.outputs import EngineStats
 from engine.core.trace import Blocked, StepTrace, letter
 from engine.observe.log import LogSnapshot, RequestView, TraceLog
 from engine.observe.runlog import RunLog, stats_at, trace_at
 
+LOGGER = logging.getLogger(__name__)
 Log = TraceLog | RunLog
 """What a look reads: a live lab's mirror, or a saved run."""
 JUMP_STEPS = 4000
@@ -37,6 +44,11 @@ STORY_STEPS = 400
 LISTED = 24
 """Finished requests in the list, newest first to go."""
 FOCUS_TOKENS = 1500
+NEAR_TIE = 0.01
+"""Two candidates whose probabilities differ by less than this are called a near tie."""
+
+_logged: set[tuple[str, type]] = set()
+"""What went wrong before: said once in the server's log, not at every refresh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,8 @@ class Look:
     step: int | None = None
     root: bool = False
     """Whether the batch is drawn on a square-root scale."""
+    queue: bool = False
+    """Whether free blocks show their place in the free queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +100,7 @@ def scene(log: Log, config: EngineConfig, live: LiveLedger, look: Look) -> Scene
     frame = window(last, cursor)
     steps = log.steps(frame[0], frame[1])
     upto = last if cursor is None else cursor
-    if cursor is None:
-        ledger = live.at_end(log, snapshot.generation, config.num_kv_blocks)
-    else:
-        ledger = past(log, cursor, config.num_kv_blocks)
+    ledger = _ledger(log, config, live, cursor, snapshot.generation)
     return Scene(
         log=snapshot,
         config=config,
@@ -105,45 +116,86 @@ def scene(log: Log, config: EngineConfig, live: LiveLedger, look: Look) -> Scene
     )
 
 
+def _ledger(log: Log, config: EngineConfig, live: LiveLedger, cursor: int | None, generation: int) -> Ledger:
+    """The pool of the chosen moment; an unknown one when its records can't be read."""
+    try:
+        if cursor is None:
+            return live.at_end(log, generation, config.num_kv_blocks)
+        return past(log, cursor, config.num_kv_blocks)
+    except Exception:
+        LOGGER.exception("the pool of step %s can't be rebuilt", cursor)
+        return nothing(config.num_kv_blocks, complete=False)
+
+
 def sections(view: Scene, log: Log) -> dict[str, Any]:
     """All sections of a lab but the head, as plain data."""
+    makers: dict[str, Callable[[], Any]] = {
+        "clock": lambda: _clock(view, log),
+        "pool": lambda: _pool(view),
+        "batch": lambda: _batch(view),
+        "timeline": lambda: _timeline(view),
+        "requests": lambda: _requests(view),
+        "tables": lambda: block_tables(
+            view.ledger.pool.tables, view.ledger.pool.computed, view.numbers, view.config.block_size, view.ledger.allocated
+        ),
+        "extents": lambda: _extents(view) if view.config.kv_layout == "contiguous" else None,
+        "tiles": lambda: _tiles(view, log),
+        "story": lambda: story(view.recent, view.numbers),
+        "focus": lambda: _focus(view, log),
+        "notices": lambda: [notice.text for notice in view.log.notices][-3:],
+    }
+    made: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, maker in makers.items():
+        try:
+            made[name] = maker()
+        except Exception as error:  # one panel's trouble must not take the others away
+            level = logging.DEBUG if (name, type(error)) in _logged else logging.ERROR
+            LOGGER.log(level, "the section %r can't be made", name, exc_info=True)
+            _logged.add((name, type(error)))
+            failed[name] = f"This can't be shown at the moment ({type(error).__name__}). The rest goes on."
+    return {**made, "words": WORDS, "failed": failed}
+
+
+def _now(view: Scene) -> int | None:
+    """The step that the cursor line marks."""
+    return view.cursor if view.cursor is not None else (view.log.next_index - 1 if view.log.next_index else None)
+
+
+def _clock(view: Scene, log: Log) -> dict[str, Any]:
+    return {
+        "first": view.log.first_index, "last": view.log.next_index - 1, "cursor": view.cursor,
+        "jumps": jumps(_around(log, _now(view))),
+    }  # fmt: skip
+
+
+def _pool(view: Scene) -> dict[str, Any]:
     pool = _pool_view(view)
-    numbers = view.numbers
+    return {
+        "figure": pool_figure(pool, view.theme, view.selected, queue=view.look.queue),
+        "alt": pool_alt(pool),
+        "used": len(pool.uses), "cached": len(pool.cached), "total": pool.num_blocks,
+        "complete": view.ledger.complete, "columns": columns(pool.num_blocks), "per_cell": per_cell(pool.num_blocks),
+    }  # fmt: skip
+
+
+def _batch(view: Scene) -> dict[str, Any]:
+    numbers, steps = view.numbers, view.steps
+    budget = view.step.token_budget if view.step is not None and view.step.token_budget else view.config.token_budget
+    figure = batch_figure(steps, numbers, budget, view.frame, view.theme, _now(view), view.selected, root=view.look.root)
+    return {
+        "figure": figure, "alt": batch_alt(steps, numbers, budget), "moment": moment_words(view.step, numbers, budget),
+        "top": round(figure["layout"]["yaxis"]["range"][1] ** (2 if view.look.root else 1)),
+    }  # fmt: skip
+
+
+def _timeline(view: Scene) -> dict[str, Any]:
     traces = [v.trace for v in view.log.requests]
     rows = choose(traces, view.steps)
-    budget = view.step.token_budget if view.step is not None and view.step.token_budget else view.config.token_budget
-    cursor = view.cursor if view.cursor is not None else (view.log.next_index - 1 if view.log.next_index else None)
     return {
-        "clock": {
-            "first": view.log.first_index, "last": view.log.next_index - 1, "cursor": view.cursor,
-            "jumps": jumps(_around(log, cursor)),
-        },
-        "pool": {
-            "figure": pool_figure(pool, view.theme, view.selected),
-            "alt": pool_alt(pool),
-            "used": len(pool.uses), "cached": len(pool.cached), "total": pool.num_blocks,
-            "complete": view.ledger.complete, "columns": columns(pool.num_blocks),
-        },
-        "batch": {
-            "figure": batch_figure(
-                view.steps, numbers, budget, view.frame, view.theme, cursor, view.selected, root=view.look.root
-            ),
-            "alt": batch_alt(view.steps, numbers, budget),
-        },
-        "timeline": {
-            "figure": timeline_figure(view.steps, rows, view.frame, view.theme, cursor, view.selected),
-            "alt": timeline_alt(view.steps, rows),
-            "shown": len(rows), "total": len(traces), "ids": [row.request_id for row in rows],
-        },
-        "requests": _requests(view),
-        "tables": block_tables(
-            view.ledger.pool.tables, view.ledger.pool.computed, numbers, view.config.block_size, view.ledger.allocated
-        ),
-        "extents": _extents(view) if view.config.kv_layout == "contiguous" else None,
-        "tiles": _tiles(view, log),
-        "story": story(view.recent, numbers),
-        "focus": _focus(view, log),
-        "notices": [notice.text for notice in view.log.notices][-3:],
+        "figure": timeline_figure(view.steps, rows, view.frame, view.theme, _now(view), view.selected),
+        "alt": timeline_alt(view.steps, rows),
+        "shown": len(rows), "total": len(traces), "ids": [row.request_id for row in rows],
     }  # fmt: skip
 
 
@@ -184,7 +236,22 @@ def _pool_view(view: Scene) -> PoolView:
         allocated=view.ledger.allocated,
         evicted=view.ledger.evicted,
         places={block: place for place, block in enumerate(pool.free)},
+        fading=_fading(view),
     )
+
+
+def _fading(view: Scene) -> dict[int, int]:
+    """Blocks evicted in the steps before the chosen one: how many steps ago."""
+    if view.step is None:
+        return {}
+    before = [step for step in view.recent[-FADES - 1 :] if 0 < view.step.index - step.index <= FADES]
+    return {
+        block: view.step.index - step.index
+        for step in before
+        for event in (*step.events, *step.events_after)
+        if event.op == "evict"
+        for block in event.blocks
+    }
 
 
 def _requests(view: Scene) -> list[dict[str, Any]]:
@@ -266,7 +333,7 @@ def _tiles(view: Scene, log: Log) -> dict[str, Any]:
         stats, now = stats_at(stats, view.step, traces, view.recent), view.step.end
     rows = latency_rows(traces)
     slow = sum(trace.slow for trace in traces[-200:])
-    return {"latency": rows, "gauges": gauges(stats, traces, now, view.recent), "slow": slow}
+    return {"latency": rows, "gauges": gauges(stats, now, view.recent), "slow": slow}
 
 
 def _focus(view: Scene, log: Log) -> dict[str, Any] | None:
@@ -311,12 +378,19 @@ def token_detail(log: Log, config: EngineConfig, request_id: str, index: int) ->
         "itl_ms": round(1000 * (trace.token_times[index] - trace.token_times[index - 1]), 1) if index else None,
         "ttft_ms": None if index or trace.ttft is None else round(1000 * trace.ttft, 1),
         "top": [[text, round(probability, 4), ident == token.token_id] for ident, text, probability in token.top],
+        "near_tie": _near_tie([probability for _, _, probability in token.top]),
         "position": position,
         "logical": logical,
         "offset": offset,
         "block": block,
         "last": index + 1 == trace.output_tokens,
     }
+
+
+def _near_tie(probabilities: Sequence[float]) -> bool:
+    """Whether the two likeliest candidates are so close that another number format or batch could swap them."""
+    best = sorted(probabilities, reverse=True)[:2]
+    return len(best) == 2 and best[0] - best[1] < NEAR_TIE
 
 
 def _block_of(log: Log, config: EngineConfig, request_id: str, logical: int, step: int) -> int | None:

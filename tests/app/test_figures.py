@@ -9,12 +9,16 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from app.figures.batch import MOST_LEVELS, batch_figure, heights, parts, scale, window
+from app.figures.batch import KINDS, MOST_LEVELS, batch_figure, heights, kind_sums, parts, scale, window
 from app.figures.palette import DARK, LIGHT
 from app.figures.pool import PoolView, Use, columns, pool_alt, pool_figure
+from app.figures.pool_groups import MOST_CELLS, Groups, per_cell
+from app.figures.story import story
+from app.figures.tiles import throughput
 from app.figures.timeline import timeline_figure
+from app.live import moment
 from app.live.ledger import LiveLedger
-from app.live.moment import Look, encode, scene, sections
+from app.live.moment import Look, encode, scene, sections, token_detail
 from engine.core.trace import Scheduled, StepTrace
 from tests.app.kit import Recorded
 
@@ -28,6 +32,11 @@ def drawn(recorded: Recorded, **look: Any) -> dict[str, Any]:
 def check(figure: dict[str, Any]) -> None:
     """Plotly's own validation: raises on a property that does not exist or a value out of range."""
     go.Figure(data=figure["data"], layout=figure["layout"])
+
+
+def bars(figure: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bars of the batch picture, without the strip of those who wait."""
+    return [t for t in figure["data"] if t["type"] == "bar"]
 
 
 def trace(figure: dict[str, Any], name: str) -> dict[str, Any]:
@@ -72,7 +81,7 @@ def test_an_engine_that_did_nothing_gives_empty_frames():
 def test_bars_hold_exactly_the_tokens_of_each_step(busy: Recorded):
     figure = drawn(busy)["batch"]["figure"]
     tokens: dict[int, int] = {}
-    for level in figure["data"]:
+    for level in bars(figure):
         for x, y, data in zip(level["x"], level["y"], level["customdata"], strict=True):
             assert y == data[3]
             if data[1] != "cached":
@@ -84,7 +93,7 @@ def test_bars_hold_exactly_the_tokens_of_each_step(busy: Recorded):
 def test_prefill_and_decode_differ_by_more_than_colour(busy: Recorded):
     figure = drawn(busy)["batch"]["figure"]
     looks = {}
-    for level in figure["data"]:
+    for level in bars(figure):
         for data, fill, edge in zip(
             level["customdata"], level["marker"]["color"], level["marker"]["line"]["color"], strict=True
         ):
@@ -101,7 +110,7 @@ def test_a_preempted_request_is_hatched_when_computed_again():
     found = drawn(recorded, step=next(s.index for s in recorded.log.steps() for r in s.scheduled if r.recomputed))
     shapes = [
         (data[1], level["marker"].get("pattern", {"shape": [""] * len(level["x"])})["shape"][i])
-        for level in found["batch"]["figure"]["data"]
+        for level in bars(found["batch"]["figure"])
         for i, data in enumerate(level["customdata"])
     ]
     assert ("recompute", "/") in shapes
@@ -119,7 +128,7 @@ def test_cached_tokens_stand_on_top_dotted_and_outside_the_budget():
     bar = parts(next(s for s in recorded.log.steps() for r in s.scheduled if r.cached), {})
     assert [(p.kind, p.tokens) for p in bar] == [("prefill", 1), ("cached", 12)]
     found = drawn(recorded)
-    last = found["batch"]["figure"]["data"][-1]
+    last = bars(found["batch"]["figure"])[-1]
     assert last["marker"]["pattern"]["shape"][-1] == "."
 
 
@@ -130,8 +139,11 @@ def test_padding_is_a_grey_cross_hatch():
     recorded.steps(3)
     found = drawn(recorded)
     check(found["batch"]["figure"])
-    kinds = [data[1] for level in found["batch"]["figure"]["data"] for data in level["customdata"]]
+    kinds = [data[1] for level in bars(found["batch"]["figure"]) for data in level["customdata"]]
     assert "padding" in kinds
+    told = [entry for entry in found["story"] if entry["kind"] == "padding"]
+    assert [entry["step"] for entry in told] == [2, 0], "told when it begins: the short prompt, then the row that is done"
+    assert told[0]["definition"].startswith("Padding:")
 
 
 def test_the_budget_line_shows_when_it_fits_and_is_announced_when_not(busy: Recorded):
@@ -170,7 +182,7 @@ def test_many_requests_a_step_are_drawn_by_kind():
     step = StepTrace(index=0, start=0.0, scheduled=(*rows, Scheduled("p", "prefill", 30, 0)), token_budget=64)
     figure = batch_figure([step], {}, 64, (0, 39), LIGHT)
     check(figure)
-    assert {t["name"]: t["y"] for t in figure["data"]} == {"prefill": [30], "decode": [MOST_LEVELS + 1]}
+    assert {t["name"]: t["y"] for t in bars(figure)} == {"prefill": [30], "decode": [MOST_LEVELS + 1]}
     check(batch_figure([step], {}, 64, (0, 39), DARK, root=True))
 
 
@@ -214,7 +226,7 @@ def test_pools_of_any_size_keep_their_frame(blocks: int):
     check(figure)
     assert sum(cell is not None for row in trace(figure, "blocks")["z"] for cell in row) == blocks
     assert len(trace(figure, "letters")["x"]) <= 300
-    assert len(figure["layout"]["shapes"]) <= 4
+    assert len(figure["layout"]["shapes"]) <= 7
 
 
 def test_pictures_stay_small(busy: Recorded):
@@ -282,3 +294,245 @@ def test_timeline_marks_stay_inside_the_frame(busy: Recorded):
     check(figure)
     assert all(x >= 1 for x in trace(figure, "decode")["x"])
     assert not math.isnan(figure["layout"]["xaxis"]["range"][0])
+
+
+# -- who waits -------------------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_and_why_is_in_the_picture_and_beside_it():
+    recorded = Recorded(max_num_seqs=2)
+    for _ in range(5):
+        recorded.add(5, max_tokens=6)
+    recorded.steps(2)
+    found = drawn(recorded, step=1)["batch"]
+    check(found["figure"])
+    strip = trace(found["figure"], "waiting")
+    assert list(zip(strip["x"], strip["text"], strict=True)) == [(0, "3"), (1, "3")]
+    assert "C waits, 2 behind it: every seat is taken (max_num_seqs)" in strip["hovertext"][1]
+    assert found["moment"] == "Step 1: 2 of 512 tokens; C waits, 2 behind it: every seat is taken (max_num_seqs)."
+    assert "In the queue: C waits" in found["alt"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts", "reason"),
+    [
+        ({"max_num_seqs": 1}, (4, 4), "max_num_seqs"),
+        ({"max_num_batched_tokens": 8}, (8, 4), "tokens of budget"),
+        ({"num_kv_blocks": 3, "block_size": 4, "max_model_len": 12}, (8, 8), "KV blocks"),
+    ],
+)
+def test_each_reason_for_waiting_is_told_with_its_definition(fields: dict[str, Any], prompts: tuple[int, ...], reason: str):
+    recorded = Recorded(**fields)
+    for prompt in prompts:
+        recorded.add(prompt, max_tokens=4)
+    recorded.steps(2)
+    found = drawn(recorded)
+    told = [entry for entry in found["story"] if entry["kind"] == "block"]
+    assert any(reason in entry["text"] for entry in told)
+    assert all(entry["definition"].startswith("Waiting") for entry in told)
+    waiting = next(row for row in drawn(recorded, step=told[-1]["step"])["requests"] if row["state"] == "waiting")
+    assert reason in waiting["detail"]
+
+
+def test_who_comes_late_waits_for_the_static_batch():
+    recorded = Recorded(batching="static", max_num_seqs=2, max_model_len=32)
+    recorded.add(4)
+    recorded.steps(1)
+    recorded.add(4)
+    recorded.steps(1)
+    told = next(entry for entry in drawn(recorded)["story"] if entry["kind"] == "block")
+    assert "B waits: the static batch before it is still running" in told["text"]
+    assert told["definition"].startswith("Waiting for the batch:")
+
+
+def test_every_entry_of_the_log_has_a_step_and_a_definition():
+    recorded = Recorded(num_kv_blocks=6, block_size=4, max_num_batched_tokens=32, max_model_len=24)
+    prompt = list(range(1, 10))
+    for _ in range(4):
+        recorded.add(prompt, max_tokens=10)
+    recorded.steps(80)
+    found = drawn(recorded)
+    assert {entry["kind"] for entry in found["story"]} >= {
+        "queue",
+        "admit",
+        "hit",
+        "preempt",
+        "evict",
+        "finish",
+        "block",
+    } - {
+        "queue"  # only the newest sentences are kept
+    }
+    indices = {step.index for step in recorded.log.steps()}
+    for entry in found["story"]:
+        assert entry["step"] in indices
+        assert entry["definition"] in found["words"].values(), entry
+
+
+def test_the_newest_sentences_do_not_depend_on_how_far_back_one_looks():
+    recorded = Recorded(num_kv_blocks=8, block_size=4, max_num_seqs=3, max_model_len=24)
+    for _ in range(30):
+        recorded.add(7, max_tokens=8)
+    recorded.steps(150)
+    numbers = {t.request_id: t.number for t in recorded.log.traces()}
+    steps = recorded.log.steps()
+    whole = story(steps, numbers, limit=10_000)
+    for limit in (1, 7, 60):
+        assert story(steps, numbers, limit=limit) == whole[:limit]
+
+
+# -- the pool --------------------------------------------------------------------------------------------------------------
+
+
+def test_places_in_the_free_queue_are_the_engines_own(busy: Recorded):
+    busy.steps(12)
+    assert not [t for t in drawn(busy)["pool"]["figure"]["data"] if t.get("name") == "queue"], "on demand"
+    found = drawn(busy, queue=True)["pool"]
+    check(found["figure"])
+    texts, wide = trace(found["figure"], "queue"), found["columns"]
+    places = {int(text): y * wide + x + 1 for x, y, text in zip(texts["x"], texts["y"], texts["text"], strict=True)}
+    assert [places[place + 1] for place in range(len(places))] == list(busy.engine.snapshot().free)
+
+
+def test_an_evicted_block_fades_over_the_next_steps():
+    recorded = Recorded(num_kv_blocks=5, block_size=4, max_model_len=20)
+    for _ in range(3):
+        recorded.add(12, max_tokens=6)
+    recorded.steps(30)
+    step = next(s for s in recorded.log.steps() if any(e.op == "evict" for e in s.events))
+    names = [
+        [s["name"] for s in drawn(recorded, step=step.index + age)["pool"]["figure"]["layout"]["shapes"]] for age in range(5)
+    ]
+    assert "evicted" in names[0]
+    assert "evicted 1 ago" in names[1]
+    assert "evicted 3 ago" in names[3]
+    assert "evicted 4 ago" not in names[4]
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(8000, 1), (8001, 2), (40_000, 8)])
+def test_a_pool_too_large_to_tell_blocks_apart_is_aggregated_and_says_so(blocks: int, size: int):
+    uses = {b: [Use(b % 3, 0, 16)] for b in range(1, 101)}
+    view = PoolView(num_blocks=blocks, block_size=16, uses=uses, cached=frozenset(range(1000, 1100)))
+    figure = pool_figure(view, LIGHT)
+    check(figure)
+    assert per_cell(blocks) == size
+    flat = [cell for row in trace(figure, "blocks")["z"] for cell in row if cell is not None]
+    assert len(flat) == -(-blocks // size) <= MOST_CELLS
+    assert (f"One cell is {size} blocks." in pool_alt(view)) == (size > 1)
+    if size > 1:
+        groups = Groups(view)
+        shares = [groups.share(cell) * len(groups.blocks(cell)) for cell in groups.used()]
+        assert round(sum(shares)) == 100, "no block is lost or counted twice"
+        hover = [text for row in trace(figure, "blocks")["hovertext"] for text in row]
+        assert hover[0].startswith(f"blocks 1–{size}: {size} of {size} in use")
+        assert sum(cell == 1 for cell in flat) == len({(b - 1) // size for b in range(1000, 1100)})
+
+
+# -- many requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_by_kind_counts_the_same_as_piece_by_piece():
+    recorded = Recorded(num_kv_blocks=24, block_size=4, max_num_seqs=20, max_num_batched_tokens=32, max_model_len=40)
+    for _ in range(20):
+        recorded.add(9, max_tokens=12)
+    recorded.steps(60)
+    for step in recorded.log.steps():
+        tokens = dict.fromkeys(KINDS, 0)
+        for part in parts(step, {}):
+            tokens[part.kind] += part.tokens
+        assert kind_sums(step.scheduled)[0] == list(tokens.values())
+
+
+def test_the_selected_request_stands_apart_from_the_kinds():
+    recorded = Recorded(num_kv_blocks=200, max_num_seqs=20)
+    ids = [recorded.add(6, max_tokens=12) for _ in range(16)]
+    recorded.steps(5)
+    figure = drawn(recorded, selected=ids[9])["batch"]["figure"]
+    check(figure)
+    own = [d for t in bars(figure) for d in t["customdata"] if d[2] == ids[9]]
+    assert len(own) == 5
+    assert {d[2] for t in bars(figure) for d in t["customdata"]} == {ids[9], ""}
+    heights_of: dict[int, float] = {}
+    for level in bars(figure):
+        for x, y in zip(level["x"], level["y"], strict=True):
+            heights_of[x] = heights_of.get(x, 0) + y
+    assert heights_of == {s.index: s.num_tokens for s in recorded.log.steps()}
+
+
+# -- tiles -----------------------------------------------------------------------------------------------------------------
+
+
+def test_throughput_counts_what_the_steps_did(busy: Recorded):
+    busy.steps(3)
+    tiles = {g["name"]: g for g in drawn(busy)["tiles"]["gauges"]}
+    rows = [row for step in busy.log.steps()[1:] for row in step.scheduled]
+    assert tiles["generation"]["value"] == pytest.approx(sum(r.sampled >= 0 for r in rows) / 5, abs=0.06)
+    assert tiles["prompt"]["value"] == pytest.approx(sum(r.num_tokens for r in rows if r.kind == "prefill") / 5, abs=0.06)
+    assert (tiles["running"]["value"], tiles["waiting"]["value"]) == (3, 0)
+
+
+def test_throughput_is_undefined_in_slow_motion_and_before_anything_ran():
+    step = StepTrace(index=0, start=0.0, end=1.0, scheduled=(Scheduled("a", "prefill", 5, 0, sampled=1),), slow=True)
+    assert throughput([step], 1.0)[:2] == (None, None)
+    assert throughput([], 0.0) == (None, None, 0.0)
+
+
+# -- sections stand alone --------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_section_says_so_and_leaves_the_others_alone(busy: Recorded, monkeypatch: pytest.MonkeyPatch):
+    whole = drawn(busy)
+    with monkeypatch.context() as patch:
+        patch.setattr(moment, "pool_figure", lambda *args, **kwargs: 1 / 0)
+        for _ in range(5):
+            busy.steps(1)
+            found = drawn(busy)
+            assert "pool" not in found
+            assert found["failed"] == {"pool": "This can't be shown at the moment (ZeroDivisionError). The rest goes on."}
+            assert found.keys() == whole.keys() - {"pool"}
+            assert found["clock"]["last"] == busy.log.next_index - 1
+    assert drawn(busy)["failed"] == {}
+    assert drawn(busy).keys() == whole.keys()
+
+
+def test_records_that_cannot_be_replayed_cost_the_pool_only(busy: Recorded, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(moment, "past", lambda *args: {}["gone"])
+    found = drawn(busy, step=1)
+    assert found["pool"]["complete"] is False
+    assert found["batch"]["moment"].startswith("Step 1")
+
+
+# -- one token -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokens_place_is_where_the_replayed_engine_keeps_it():
+    recorded = Recorded(block_size=4, num_kv_blocks=64)
+    ids = [recorded.add(prompt, max_tokens=9) for prompt in (3, 10, 6)]
+    tables: list[dict[str, tuple[int, ...]]] = []
+    while recorded.engine.has_unfinished():
+        recorded.engine.step()
+        tables.append({k: tuple(v) for k, v in recorded.engine.snapshot().tables.items()})
+    recorded.flush()
+    checked = 0
+    for request_id in ids:
+        trace_of = recorded.log.request(request_id).trace
+        for index, step in enumerate(trace_of.token_steps):
+            detail = token_detail(recorded.log, recorded.config, request_id, index)
+            assert detail["step"] == step
+            assert (detail["logical"], detail["offset"]) == divmod(trace_of.prompt_tokens + index, 4)
+            if index:
+                gap = trace_of.token_times[index] - trace_of.token_times[index - 1]
+                assert detail["itl_ms"] == pytest.approx(gap * 1000)
+            table = tables[step + 1].get(request_id) if step + 1 < len(tables) else None
+            if table is not None and detail["logical"] < len(table):
+                assert detail["block"] == table[detail["logical"]]
+                checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "near"),
+    [([0.5, 0.495], True), ([0.5, 0.4], False), ([1.0], False), ([], False), ([0.1, 0.3, 0.299], True)],
+)
+def test_a_near_tie_is_called_so(probabilities: list[float], near: bool):
+    assert moment._near_tie(probabilities) is near
