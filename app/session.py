@@ -74,9 +74,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: one of them is no number within limits.
         """
+        usual = cls()
         return cls(
-            labs=int(_number("INFERENCE_LAB_LABS", cls.labs, 1, 1000)),
-            grace=_number("INFERENCE_LAB_GRACE", cls.grace, 1, 7 * 24 * 3600),
+            labs=int(_number("INFERENCE_LAB_LABS", usual.labs, 1, 1000)),
+            grace=_number("INFERENCE_LAB_GRACE", usual.grace, 1, 7 * 24 * 3600),
         )
 
 
