@@ -105,6 +105,8 @@ def batch_figure(
     ``root``: a square-root axis up to the budget, on which decodes stay visible beside a long prompt.
     """
     working = [step for step in shown if step.scheduled]
+    if selected not in {numbers.get(row.request_id, 0) for step in working for row in step.scheduled}:
+        selected = None  # nothing of it is in the picture, so nobody steps back
     by_kind = any(len(step.scheduled) > MOST_LEVELS for step in working)
     if by_kind:
         data = _by_kind(working, numbers, theme, selected, root)

@@ -74,6 +74,8 @@ def pool_figure(view: PoolView, theme: Theme, selected: int | None = None, *, qu
         selected: a request number; the others step back.
         queue: print the place in the free queue into each free block.
     """
+    if selected not in {use.number for uses in view.uses.values() for use in uses}:
+        selected = None  # it holds nothing, so nobody steps back
     wide = columns(view.num_blocks)
     if per_cell(view.num_blocks) > 1:
         return _grouped(view, theme, selected, wide)

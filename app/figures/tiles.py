@@ -46,12 +46,13 @@ def latency_rows(requests: Sequence[RequestTrace]) -> list[dict[str, Any]]:
 
 
 def gauges(stats: EngineStats, now: float, steps: Sequence[StepTrace]) -> list[dict[str, Any]]:
-    """Prompt and generation throughput, running, waiting, KV cache usage, prefix cache hit rate, preemptions."""
+    """Prompt and generation throughput, running, waiting, KV cache usage, hit rate, preemptions, step time."""
     prompt, generated, seconds = throughput(steps, now)
     over = f"Over the last {seconds:,.1f} s of engine time."
     return [
         _gauge("prompt", "Prompt", prompt, "tokens/s", f"Prompt tokens computed a second, cached ones left out. {over}"),
         _gauge("generation", "Generation", generated, "tokens/s", f"Output tokens sampled a second. {over}"),
+        _gauge("step", "Step time", *_step_time(steps)),
         _gauge("running", "Running", stats.running, "", "Scheduler state: requests in the running batch."),
         _gauge("waiting", "Waiting", stats.waiting, "", "Scheduler state: requests in the queue."),
         _gauge("kv", "KV cache usage", 100 * stats.kv_usage, "%", "Share of the pool's blocks held by requests."),
@@ -63,7 +64,22 @@ def gauges(stats: EngineStats, now: float, steps: Sequence[StepTrace]) -> list[d
             "preemptions", "Preemptions", stats.preemptions, "",
             f"Times a request gave up its blocks. {stats.tokens_recomputed:,} tokens were computed again.",
         ),
+        _gauge(
+            "finished", "Finished", stats.finished, "",
+            f"Ended by themselves or at their limit; {stats.aborted} more were stopped, {stats.failed} failed.",
+        ),
     ]  # fmt: skip
+
+
+def _step_time(steps: Sequence[StepTrace]) -> tuple[float | None, str, str]:
+    """(milliseconds, unit, where they went) of the newest step that computed something."""
+    step = next((step for step in reversed(steps) if step.scheduled), None)
+    if step is None:
+        return None, "ms", "How long the chosen step took."
+    parts = [("schedule", step.schedule_time), ("prepare", step.prepare_time), ("forward", step.forward_time)]
+    parts += [("sample", step.sample_time), ("postprocess", step.postprocess_time)]
+    split = ", ".join(f"{name} {1000 * seconds:,.1f}" for name, seconds in parts)
+    return 1000 * (step.end - step.start), "ms", f"Step {step.index}, start to end: {split} ms."
 
 
 def throughput(steps: Sequence[StepTrace], now: float) -> tuple[float | None, float | None, float]:

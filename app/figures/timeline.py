@@ -33,6 +33,8 @@ def timeline_figure(
     rows: int | None = None,
 ) -> Figure:
     """A heatmap with one row a request and one column a step, and a few marker traces on top."""
+    if selected not in {request.number for request in requests}:
+        selected = None  # nothing of it is in the picture, so nobody steps back
     rows = rows or next((n for n in ROWS if len(requests) <= n), len(requests))
     row_of = {request.request_id: row for row, request in enumerate(requests)}
     hues = len(theme.hues)

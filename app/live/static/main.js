@@ -623,7 +623,7 @@ class View {
       ["q", "places in the free queue"], ["b", "scale of the batch"], ["v", "mean latencies"], ["Esc", "select nothing"], ["?", "this list"],
     ];
     this.keys = h("details", { class: "lab-keys" }, h("summary", {}, "Keys"),
-      h("dl", {}, rows.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)])));
+      h("dl", {}, rows.flatMap(([keys, what]) => [h("dt", {}, keys.split(" ").map((key) => h("kbd", {}, key))), h("dd", {}, what)])));
     this.words = h("dl", { class: "lab-wordlist" });
     return [this.keys, h("details", { class: "lab-words" }, h("summary", {}, "Words"), this.words)];
   }

@@ -152,7 +152,7 @@ export function renderTiles(view, tiles) {
       h("td", { class: "lab-n" }, view.showMean ? milliseconds(row.mean) : number(row.count))));
   const gauges = tiles.gauges.map((g) =>
     h("div", { class: "lab-gauge", title: g.text, "data-name": g.name }, h("span", {}, g.label),
-      h("b", {}, g.value === null ? "n/a" : number(g.value, g.unit === "tokens/s" ? 1 : 0), g.value !== null && g.unit ? h("small", {}, " " + g.unit) : null)));
+      h("b", {}, g.value === null ? "n/a" : number(g.value, g.unit === "" || g.unit === "%" ? 0 : 1), g.value !== null && g.unit ? h("small", {}, " " + g.unit) : null)));
   view.tiles.replaceChildren(
     h("table", {}, h("thead", {}, head), h("tbody", {}, body)),
     h("div", { class: "lab-gauges" }, gauges),
