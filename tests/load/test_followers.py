@@ -1,0 +1,75 @@
+"""Thirty people follow one lab: each sees it move, and the engine hardly notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.load.conftest import TOKEN, Server
+
+FOLLOWERS = 30
+SECONDS = float(os.environ.get("INFERENCE_LAB_LOAD_SECONDS", "8"))
+ROUNDS = 3
+
+
+async def _steps(server: Server) -> int:
+    return (await server.ask("GET", f"/lab/api/state?lab={TOKEN}"))[1]["clock"]["last"]
+
+
+async def _rate(server: Server) -> float:
+    """Steps a second of the engine over a while."""
+    begin, first = time.monotonic(), await _steps(server)
+    await asyncio.sleep(SECONDS)
+    return (await _steps(server) - first) / (time.monotonic() - begin)
+
+
+async def _measure(server: Server, name: str) -> tuple[list[float], list[float], list[float], float]:
+    """Step rates alone and followed, refreshes a second of each follower, and bytes a second to all."""
+    alone, followed, refreshes, traffic = [], [], [], 0.0
+    for number in range(ROUNDS):
+        alone.append(await _rate(server))
+        until = asyncio.Event()
+        seen: list[list[tuple[float, int]]] = [[] for _ in range(FOLLOWERS)]
+        pages = [
+            asyncio.create_task(server.follow(name, f"follower{number}x{place:02}", seen[place], until))
+            for place in range(FOLLOWERS)
+        ]
+        await asyncio.sleep(1.5)
+        begin = time.monotonic()
+        followed.append(await _rate(server))
+        took = time.monotonic() - begin
+        counted = [[size for moment, size in page if begin <= moment <= begin + took] for page in seen]
+        refreshes += [len(page) / took for page in counted]
+        traffic = max(traffic, sum(map(sum, counted)) / took)
+        until.set()
+        await asyncio.gather(*pages)
+    return alone, followed, refreshes, traffic
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["tiny", "smollm2"])
+def test_thirty_followers(serve: Callable[[str], Server], model: str):
+    server = serve(model)
+    spec = {
+        "arrivals": {"process": "closed", "in_flight": 4}, "prompt": {"tokens": 64}, "output": {"tokens": 128},
+        "stop": {"seconds": 600},
+    }  # fmt: skip
+    assert server.command("traffic", spec=spec)[0] == 200
+    address = server.command("share", origin="")[1]["address"]
+    name = "follow:" + address.partition("follow=")[2]
+    alone, followed, refreshes, traffic = asyncio.run(_measure(server, name))
+    kept = statistics.median(followed) / statistics.median(alone)
+    print(json.dumps({
+        "model": model, "followers": FOLLOWERS, "alone steps/s": [round(x, 1) for x in alone],
+        "followed steps/s": [round(x, 1) for x in followed], "kept": round(kept, 3),
+        "refreshes/s least": round(min(refreshes), 2), "median": round(statistics.median(refreshes), 2),
+        "MB/s to all": round(traffic / 1e6, 2),
+    }))  # fmt: skip
+    assert min(refreshes) >= 2.0
+    assert kept >= 0.9
