@@ -20,6 +20,7 @@ from app.figures.palette import Theme
 from app.figures.timeline import choose, timeline_alt, timeline_figure
 from engine.observe.metrics import DEFINITIONS
 from engine.observe.runs import RunLibrary
+from engine.serve.client import EngineClient
 from engine.workload.datafile import DataFileError, to_yaml
 from engine.workload.experiment import Experiment, Experiments, parse_experiment
 from engine.workload.notebook import notebook
@@ -46,6 +47,18 @@ Run = Callable[[Experiment], None]
 def chart(figure: dict[str, Any], alt: str, key: str) -> None:
     """One picture with its sentence."""
     st.plotly_chart(figure, key=key, theme=None, config={"displayModeBar": False}, alt=alt)
+
+
+@st.fragment(run_every=1.0)
+def until_ready(client: EngineClient, what: str) -> None:
+    """Say that the model is still loading; the whole page runs again when it is there."""
+    state = client.state
+    if state.state == "ready":
+        st.rerun()
+    if state.error:
+        st.error(state.error)
+    else:
+        st.info(f"{what} when the model is loaded ({state.stage or state.state}).")
 
 
 # What can be run ----------------------------------------------------------------------------------------------------------
@@ -75,7 +88,7 @@ def file_view(run: Run, disabled: bool) -> None:
         st.session_state["experiment_seen"] = uploaded.file_id
         st.session_state["experiment_text"] = uploaded.getvalue().decode("utf-8", errors="replace")
     text = st.text_area(
-        "Experiment", height=380, key="experiment_text", help="The fields are described in docs and examples."
+        "Experiment", height=380, key="experiment_text", help="Every ready-made experiment is such a file."
     )
     if not text.strip():
         st.caption("Choose “Change it” on a ready-made experiment, upload a file, or write one here.")

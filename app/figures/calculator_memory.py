@@ -72,7 +72,7 @@ def memory_figure(
                 range=[-0.5, len(rows) - 0.5], showgrid=False,
             ),
             annotations=[
-                note(theme, "above the red line the memory ends (estimate)", 1, 1.07, font={"color": theme.ink, "size": 12})
+                note(theme, _ends(fits), 1, 1.07, font={"color": theme.ink, "size": 12})
             ],
         ),
     }  # fmt: skip
@@ -85,6 +85,12 @@ def memory_alt(bytes_per_token: float, block_size: int, longest: int, memory: fl
         for c in contexts(longest)
     ]
     return f"KV memory over context and requests, an estimate. {_size(max(0.0, memory))} hold {', '.join(parts)}."
+
+
+def _ends(fits: list[int]) -> str:
+    if min(fits) >= MOST_REQUESTS:
+        return "everything shown fits (estimate)"
+    return "above the red line the memory ends (estimate)" if max(fits) else "nothing fits (estimate)"
 
 
 def _line(fits: list[int], rows: int, theme: Theme) -> dict[str, Any]:

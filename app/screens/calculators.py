@@ -9,6 +9,7 @@ import psutil
 import streamlit as st
 
 from app.experiments.kv_memory import KNOWN, KVShape, answer, of_config, of_model, of_text, pool_estimate, size
+from app.experiments.page import until_ready
 from app.figures.calculator_memory import memory_alt, memory_figure
 from app.figures.palette import theme as theme_named
 from app.reading import current_lab
@@ -91,7 +92,8 @@ if shape is not None:
             f"*{shape.kind}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads for {shape.num_heads} query heads, "
             f"head dimension {shape.head_dim}. Weights {size(found.weights)}; {size(max(0.0, found.memory_for_kv))} are "
             f"left for KV of {size(memory * share)} usable. Paging: {found.blocks:,} blocks of {block_size}, "
-            f"{found.wasted_slots} slots empty in the last one ({waste:.2%}), {size(found.held - found.stored)} more than without paging.*"
+            f"{found.wasted_slots} slots empty in the last one ({waste:.2%}), {size(found.held - found.stored)} more than "
+            f"without paging.*"
         )
         if found.memory_for_kv <= 0:
             st.error(
@@ -128,9 +130,12 @@ st.header("The engine of this lab", divider="gray")
 with contextlib.suppress(ValueError, RuntimeError):
     hub().ensure_open(lab)
 info = lab.log.info
-if model is None or info is None or loaded is None:
-    st.caption("The lab's own pool appears here when the lab is open and its model has weights.")
-    st.page_link("screens/lab.py", label="Open the lab")
+if model is None:
+    until_ready(lab.client, "The lab's own pool appears here")
+elif loaded is None:
+    st.caption("The loaded model has no weights, so it has no pool to compare with.")
+elif info is None:
+    st.caption("The lab is being opened: reload the page.")
 else:
     stats, config = lab.log.stats, info.config
     per_token = loaded.bytes_per_token(model.dtype) if model.dtype in DTYPE_BYTES else float(model.kv_bytes_per_token)

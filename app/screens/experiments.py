@@ -6,13 +6,14 @@ import streamlit as st
 
 from app.experiments import running
 from app.experiments.form import form
-from app.experiments.page import cards, file_view, on_this_model, progress_view, result_view, saved_view
+from app.experiments.page import cards, file_view, on_this_model, progress_view, result_view, saved_view, until_ready
 from app.experiments.store import ResultStore
 from app.figures.palette import theme as theme_named
 from app.reading import current_lab
 from app.saved import library
 from engine.workload.datafile import DataFileError, to_yaml
 from engine.workload.experiment import Experiment, load_experiments
+from engine.workload.report import threads_text
 
 VIEWS = {"ready": "Ready-made", "own": "Your own", "file": "As a file", "saved": "Saved results"}
 
@@ -80,9 +81,11 @@ if name:
     st.stop()
 
 if model is None:
-    st.info(f"Experiments can start when the model is loaded ({lab.client.state.stage or lab.client.state.state}).")
+    until_ready(lab.client, "Experiments can start")
 else:
-    st.caption(f"They run on {model.title} ({model.weights}) · {model.device} · {model.dtype} · {model.threads} threads.")
+    st.caption(
+        f"They run on {model.title} ({model.weights}) · {model.device} · {model.dtype} · {threads_text(model.threads)}."
+    )
 view = st.segmented_control(
     "What to run", list(VIEWS), default="ready", required=True, format_func=VIEWS.__getitem__, key="view",
     bind="query-params", label_visibility="collapsed",

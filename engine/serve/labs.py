@@ -273,7 +273,7 @@ class Lab:
             mode=self.mode,
             rate=self.rate,
             generation=self.generation,
-            kv_pool_bytes=self.model.pool_bytes(self.config),
+            kv_pool_bytes=getattr(self.runner, "kv_pool_bytes", None) or self.model.pool_bytes(self.config),
         )
 
     # -- requests ------------------------------------------------------------------------------------------------------

@@ -96,9 +96,14 @@ def made_by(result: ExperimentResult) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(result.made)) if result.made else "date unknown"
     return (
         f"{model.get('title', 'unknown model')} ({model.get('weights', 'unknown weights')}) · {model.get('device', '?')} · "
-        f"{model.get('dtype', '?')} · {model.get('threads', '?')} threads · {result.repetitions} measured "
+        f"{model.get('dtype', '?')} · {threads_text(model.get('threads'))} · {result.repetitions} measured "
         f"{'repetition' if result.repetitions == 1 else 'repetitions'} in alternating order, warm-up left out · {when}"
     )
+
+
+def threads_text(threads: int | None) -> str:
+    """'2 threads', '1 thread'."""
+    return "threads unknown" if threads is None else f"{threads} thread{'' if threads == 1 else 's'}"
 
 
 def warnings(result: ExperimentResult) -> list[str]:
