@@ -34,7 +34,7 @@ def picture_side(view: View) -> None:
     if caption:
         st.caption(view.words(caption))
     record = view.runs[run]
-    st.caption(f"Drawn from the run “{run}” on {record.model.get('title', 'a script')}: {len(record.work)} steps.")
+    st.caption(f"Drawn from this run's {len(record.work)} steps on {record.model.get('title', 'a script')}.")
     st.page_link("screens/lab.py", label="Open the lab: the newest run is there, step by step")
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import html
 from typing import Any
 
+import msgspec
 import streamlit as st
 
 from app.course import focus
 from app.course.view import StoredRuns, View, is_done, next_target
-from app.session import hub
+from app.session import Lab, LabUnknown, hub
 from engine.core.config import ConfigError
 from engine.serve.client import HostError, HostGone
 from lessons.judge import judge, right_option, say
 from lessons.model import AnyBlock, Check, Compare, Explain, Explore, Knob, Predict, Production, Question, RunBlock, Text
-from lessons.runs import Answer, RunError, measured, run_on_lab
+from lessons.runs import Answer, Experiment, RunError, measured, run_on_lab
 
 
 def draw_block(view: View, block: AnyBlock) -> None:
@@ -73,12 +74,10 @@ def _answer_input(block: Predict | Question, key: str) -> Answer | None:
         return None if found is None else float(found)
     if block.kind == "choice":
         return st.radio("Your answer", list(texts), index=None, format_func=texts.__getitem__, key=key)
-    picked = [
-        st.selectbox(f"{place}.", list(texts), index=None, format_func=texts.__getitem__, key=f"{key}-{place}")
-        for place in range(1, len(texts) + 1)
-    ]
-    chosen = [item for item in picked if item is not None]
-    return chosen if len(set(chosen)) == len(texts) else None
+    picked = st.multiselect(
+        "Pick them one after the other, the first one first", list(texts), format_func=texts.__getitem__, key=key
+    )
+    return picked if len(picked) == len(texts) else None
 
 
 def _run(view: View, block: RunBlock) -> None:
@@ -120,14 +119,20 @@ def _do_runs(view: View, wanted: list[tuple[str, dict[str, Any]]]) -> bool:
         with st.spinner("The engine works…"):
             hub().ensure_open(view.lab)
             for name, knobs in wanted:
-                experiment = view.module.EXPERIMENTS[name](**knobs)
+                experiment = within_quota(view.module.EXPERIMENTS[name](**knobs), view.lab)
                 record = run_on_lab(hub().client, view.lab.token, experiment)
                 view.store.save_run(view.lesson.id, name, record)
-    except (RunError, HostError, HostGone, ConfigError) as error:
+    except (RunError, HostError, HostGone, ConfigError, LabUnknown) as error:
         st.error(f"The run did not work: {error}")
         return False
     view.runs = StoredRuns(view.store, view.lesson.id, list(view.module.EXPERIMENTS))
     return True
+
+
+def within_quota(experiment: Experiment, lab: Lab) -> Experiment:
+    """The experiment with a queue as long as a session may have."""
+    config = {"max_num_queued_requests": lab.limits.queued, **experiment.config}
+    return msgspec.structs.replace(experiment, config=config)
 
 
 def _remember_measured(view: View) -> None:
@@ -177,17 +182,16 @@ def _explain(view: View, block: Explain) -> None:
     place = max(0, min(place, last))
     with st.container(border=True, key=f"frame-{block.id}"):
         st.markdown(view.words(block.frames[place].text))
-        back, counter, forth = st.columns([2, 2, 3], vertical_alignment="center")
-        back.button("Back", key=f"back-{block.id}", disabled=place == 0, on_click=_move, args=(view, block, place - 1))
-        counter.caption(f"{place + 1} of {last + 1}")
-        words = "Next" if place < last else "Show again from the start"
-        forth.button(
-            words,
-            key=f"forth-{block.id}",
-            type="primary" if place < last else "tertiary",
-            on_click=_move,
-            args=(view, block, place + 1 if place < last else 0),
-        )
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.button("Back", key=f"back-{block.id}", disabled=place == 0, on_click=_move, args=(view, block, place - 1))
+            st.button(
+                "Next" if place < last else "Show again from the start",
+                key=f"forth-{block.id}",
+                type="primary" if place < last else "tertiary",
+                on_click=_move,
+                args=(view, block, place + 1 if place < last else 0),
+            )
+            st.caption(f"{place + 1} of {last + 1}", width="content")
 
 
 def _move(view: View, block: Explain, place: int) -> None:

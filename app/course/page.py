@@ -32,9 +32,9 @@ def lesson_page(lesson: Lesson, module: ModuleType, store: Store) -> None:
     left, right = st.columns([5, 6], gap="medium")
     with left:
         _cards(view)
+        _end_matter(view)
     with right, st.container(key="lesson-picture"):
         picture_side(view)
-    _end_matter(view)
     focus.keeper()
 
 

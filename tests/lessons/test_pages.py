@@ -65,8 +65,7 @@ def answer(page: AppTest, block, value, key: str) -> None:
     elif block.kind == "choice":
         page.radio(key=key).set_value(value)
     else:
-        for place, item in enumerate(value, 1):
-            page.selectbox(key=f"{key}-{place}").set_value(item)
+        page.multiselect(key=key).set_value(value)
 
 
 def wrong_answer(block, right):
