@@ -9,7 +9,13 @@ from app.session import hub
 
 ICON = Path(__file__).parent / "live" / "static" / "icon.svg"
 
+# Streamlit writes white on its primary colour, which the dark theme's bright accent can't carry. Themes follow the system.
+READABLE = """<style>@media (prefers-color-scheme: dark) {
+  :is([data-testid="stBaseButton-primary"], [data-testid="stBaseButton-primaryFormSubmit"]) :is(p, span) { color: #0e1117; }
+}</style>"""
+
 st.set_page_config(page_title="Inference Lab", page_icon=str(ICON), layout="wide")
+st.html(READABLE)
 OWNER = page_is_owner(hub().owner)
 PAGES = [
     st.Page("screens/lab.py", title="Lab", default=True),
