@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ class Server:
 
     def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
         self.port, self.process = port, process
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of processor time that the server's process (not the engine's) took so far."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
 
     @property
     def rss(self) -> int:
@@ -83,19 +90,32 @@ class Server:
         ).encode()
 
     async def follow(self, name: str, viewer: str, seen: list[tuple[float, int]], until: asyncio.Event) -> None:
-        """Listen to a stream; ``seen`` gets the moment and size of each refresh."""
+        """Listen to a stream; ``seen`` gets the moment of each refresh and its bytes on the wire."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**22)
-        writer.write(self.head("GET", f"/lab/api/stream?lab={name}&viewer={viewer}"))
+        plain = self.head("GET", f"/lab/api/stream?lab={name}&viewer={viewer}")
+        writer.write(plain[:-2] + b"Accept-Encoding: gzip\r\n\r\n")
+        unpack = None
+        rest, size = b"", 0
         try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            unpack = zlib.decompressobj(31) if b"content-encoding: gzip" in head.lower() else None
             while not until.is_set():
                 try:
-                    line = await asyncio.wait_for(reader.readline(), 1.0)
+                    length = int(await asyncio.wait_for(reader.readline(), 1.0), 16)
                 except TimeoutError:
                     continue
-                if not line:
+                if not length:
                     return
-                if line.startswith(b"data: "):
-                    seen.append((time.monotonic(), len(line)))
+                chunk = (await reader.readexactly(length + 2))[:-2]
+                size += len(chunk)
+                rest += unpack.decompress(chunk) if unpack else chunk
+                while b"\n\n" in rest:
+                    event, _, rest = rest.partition(b"\n\n")
+                    if event.startswith(b"data: "):
+                        if not seen:
+                            json.loads(event[6:])
+                        seen.append((time.monotonic(), size))
+                        size = 0
         finally:
             writer.close()
 

@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 from tests.load.conftest import TOKEN, Server
 
@@ -25,7 +26,7 @@ async def _while_watched(server: Server, work: Callable[[], object]) -> tuple[ob
     until.set()
     await page
     moments = [begin, *(moment for moment, _ in seen if moment >= begin), time.monotonic()]
-    return result, [b - a for a, b in zip(moments, moments[1:], strict=False)]
+    return result, [b - a for a, b in pairwise(moments)]
 
 
 def _traffic(server: Server) -> None:
