@@ -167,7 +167,7 @@ def _compare(view: View, block: Compare) -> None:
         if block.samples:
             count = measured(view.values, block.samples, view.runs)
             if count is not None:
-                st.caption(f"The measured value rests on {say(count)} samples of this run.")
+                st.caption(f"The measured value rests on {say(count)} sample{'' if count == 1 else 's'} of this run.")
         if block.timing and any(record.disturbed for record in view.runs.values()):
             st.warning("Something else used the engine during this run, so the times are not its own. Run it again.")
 
@@ -182,6 +182,8 @@ def _explain(view: View, block: Explain) -> None:
     place = max(0, min(place, last))
     with st.container(border=True, key=f"frame-{block.id}"):
         st.markdown(view.words(block.frames[place].text))
+        if not last:
+            return
         with st.container(horizontal=True, vertical_alignment="center"):
             st.button("Back", key=f"back-{block.id}", disabled=place == 0, on_click=_move, args=(view, block, place - 1))
             st.button(
@@ -248,8 +250,7 @@ def _question(view: View, block: Check, question: Question) -> None:
     with st.form(f"check-{view.lesson.id}-{entry}", border=True):
         st.markdown(f"**{view.words(question.text)}**")
         answer = _answer_input(question, f"{view.lesson.id}-{entry}")
-        label = "Check" if given is None else "Check again"
-        submitted = st.form_submit_button(label, key=f"submit-{view.lesson.id}-{entry}")
+        submitted = st.form_submit_button("Check", key=f"submit-{view.lesson.id}-{entry}")
         if submitted and answer is not None and not isinstance(answer, list):
             view.mine.checks[entry] = given = answer
             view.save()
@@ -272,7 +273,7 @@ def _feedback(view: View, question: Question, given: float | str) -> None:
             return
         right = judge(question, given, truth).right
         text = question.right if right else question.wrong
-    (st.success if right else st.warning)(("Right. " if right else "Not yet. ") + view.words(text))
+    (st.success if right else st.warning)(("" if right else "Not yet. ") + view.words(text))
 
 
 def _production(view: View, block: Production) -> None:

@@ -99,7 +99,7 @@ def _timeline(wanted: Wanted) -> Picture:
 
 
 def _few_ticks(figure: dict[str, Any], record: RunRecord) -> None:
-    if _frame(record)[1] < 24:
+    if _frame(record)[1] < 16:
         figure["layout"]["xaxis"]["dtick"] = 1
 
 
