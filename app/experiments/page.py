@@ -87,9 +87,7 @@ def file_view(run: Run, disabled: bool) -> None:
     if uploaded is not None and st.session_state.get("experiment_seen") != uploaded.file_id:
         st.session_state["experiment_seen"] = uploaded.file_id
         st.session_state["experiment_text"] = uploaded.getvalue().decode("utf-8", errors="replace")
-    text = st.text_area(
-        "Experiment", height=380, key="experiment_text", help="Every ready-made experiment is such a file."
-    )
+    text = st.text_area("Experiment", height=380, key="experiment_text", help="Every ready-made experiment is such a file.")
     if not text.strip():
         st.caption("Choose “Change it” on a ready-made experiment, upload a file, or write one here.")
         return
