@@ -39,7 +39,7 @@ class View {
     this.failures = 0;
     this.build();
     window.__lab = this.probe = { figures: {}, sections: this.sections, look: this.look, draws: 0, streams: 0 };
-    this.charts = new Charts(data.plotly, this.frames, this.probe, (pick) => this.pick(pick), this.projector ? 1.75 : 1);
+    this.charts = new Charts(data.plotly, this.frames, this.probe, (pick) => this.pick(pick), this.projector ? 1.6 : 1);
     this.onVisible = () => (document.hidden ? this.disconnect() : this.connect());
     this.onKey = (event) => this.key(event);
     this.onSize = () => this.measure();
@@ -122,7 +122,7 @@ class View {
 
   connect() {
     this.disconnect();
-    if (document.hidden) return;
+    if (document.hidden || this.refused) return;
     const source = new EventSource("/lab/api/stream?" + this.query());
     this.source = source;
     source.onopen = () => {
@@ -148,8 +148,8 @@ class View {
       const answer = await fetch("/lab/api/state?" + this.query());
       if (answer.ok) return;
       const found = await answer.json();
-      this.refused = true;
-      this.disconnect();
+      this.refused = answer.status === 403;
+      if (this.refused) this.disconnect();
       this.trouble(sentence(found.error));
     } catch {
       /* no answer at all: the stream's own message says so */
