@@ -33,12 +33,12 @@ def course_page(store: Store) -> None:
     columns = st.columns(len(course().branches))
     for column, branch in zip(columns, course().branches, strict=True):
         with column:
-            st.subheader(branch.title, anchor=False)
+            st.header(branch.title, anchor=False)
             for node in branch.nodes:
                 _node(node, lessons, progress, reading)
     st.caption("“In your lab” is what your own lab shows right now. It changes as you work.")
     _progress_file(store, progress, lessons)
-    st.subheader("All words", anchor=False)
+    st.header("All words", anchor=False)
     entries = sorted(glossary().items(), key=lambda item: item[0].lower())
     lines = "".join(f"<div><dt id='{slug(name)}'>{name}</dt><dd>{term.text}</dd></div>" for name, term in entries)
     st.html(f"<dl class='lesson-words'>{lines}</dl>")
@@ -89,7 +89,7 @@ def _node(node: Node, lessons: dict[str, Lesson], progress: Progress, reading: R
 
 
 def _progress_file(store: Store, progress: Progress, lessons: dict[str, Lesson]) -> None:
-    st.subheader("Your progress", anchor=False)
+    st.header("Your progress", anchor=False)
     st.markdown(
         "Your progress is kept on this machine under the link below; there is no account. Keep the link to go on later, "
         "or take the file with you to another machine."

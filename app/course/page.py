@@ -68,7 +68,7 @@ def _cards(view: View) -> None:
                     draw_block(view, block)
         elif place == current:
             with st.container(border=True, key=f"card-{place}"):
-                st.subheader(card.title, anchor=False)
+                st.header(card.title, anchor=False)
                 _current_card(view, card, place)
     later = [card.title for card in cards[current + 1 :]]
     if later:
@@ -105,9 +105,9 @@ def _close_card(view: View, place: int) -> None:
 
 
 def _end_matter(view: View) -> None:
-    st.subheader("Words of this lesson", anchor=False)
+    st.header("Words of this lesson", anchor=False)
     st.html(words_list(view.lesson))
-    st.subheader("What this lesson rests on", anchor=False)
+    st.header("What this lesson rests on", anchor=False)
     st.markdown("\n".join(f"- [{s.title}]({s.url}), {s.where}" for s in view.lesson.front.sources))
     st.page_link("screens/lessons.py", label="Course map, progress and resume link")
 

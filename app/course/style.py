@@ -14,7 +14,7 @@ _RULES = """
 .stApp, .stApp header.stAppHeader { background-color: var(--lesson-paper); }
 .stMainBlockContainer { padding: 4.5rem 2rem 4rem 2rem; }
 .stMainBlockContainer h1 { font-size: 2rem; padding: 0 0 0.25rem 0; }
-.stMainBlockContainer h3 { font-size: 1.3rem; padding: 0.25rem 0; }
+.stMainBlockContainer h2 { font-size: 1.3rem; padding: 0.25rem 0; }
 .stColumn:has(> .stVerticalBlock .st-key-lesson-picture) {
   position: sticky; top: 4rem; align-self: flex-start; max-height: calc(100vh - 5rem); overflow-y: auto;
 }

@@ -17,8 +17,8 @@ from engine.core.trace import StepTrace, letter
 
 CELL = 46
 """Height of a row, pixels."""
-LETTERS_UP_TO = 48
-"""Steps up to which every cell bears its letter."""
+LETTERS_UP_TO = 20
+"""Steps up to which every cell bears its letter; beyond, only the first of each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,9 @@ def _hover(found: Seating, step: int, row: int, numbers: Mapping[str, int]) -> s
 
 
 def _letters(found: Seating, numbers: Mapping[str, int], theme: Theme) -> dict[str, Any]:
-    shown = found.cells if len(found.steps) <= LETTERS_UP_TO else {}
+    shown = found.cells
+    if len(found.steps) > LETTERS_UP_TO:
+        shown = {place: cell for place, cell in shown.items() if _begins(found, place)}
     return {
         "type": "scatter", "name": "letters", "mode": "text", "hoverinfo": "skip",
         "x": [x for x, _ in shown], "y": [y for _, y in shown],
@@ -160,13 +162,24 @@ def _letters(found: Seating, numbers: Mapping[str, int], theme: Theme) -> dict[s
     }  # fmt: skip
 
 
+def _begins(found: Seating, place: tuple[int, int]) -> bool:
+    """Whether a request, or its padding, begins in this cell."""
+    step, row = place
+    before = found.cells.get((step - 1, row))
+    request, kind = found.cells[place]
+    return before is None or before[0] != request or (before[1] == "padding") != (kind == "padding")
+
+
 def _waiting(found: Seating, numbers: Mapping[str, int], seats: int, theme: Theme) -> dict[str, Any]:
     wide = len(found.steps) > 16
-    texts = {}
+    texts: dict[int, str] = {}
+    told = ""
     for step, ids in found.waiting.items():
         names = [letter(numbers[request]) for request in ids if request in numbers]
-        if names:
-            texts[step] = str(len(names)) if wide or len(names) > 4 else " ".join(names)
+        text = "" if not names else str(len(names)) if wide or len(names) > 4 else " ".join(names)
+        if text and not (wide and text == told):
+            texts[step] = text
+        told = text
     return {
         "type": "scatter", "name": "waiting", "mode": "text", "x": list(texts), "y": [seats] * len(texts),
         "text": list(texts.values()), "textfont": {"size": 11 if wide else 13, "color": theme.muted}, "hoverinfo": "skip",

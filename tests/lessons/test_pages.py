@@ -216,7 +216,7 @@ def test_the_course_map_before_and_after():
     page = AppTest.from_file(MAIN, default_timeout=60)
     page.switch_page(str(ROOT / "screens" / "lessons.py")).run()
     assert not page.exception
-    assert {"Execution", "Scheduling", "Memory", "Performance"} <= set(texts(page, "subheader"))
+    assert {"Execution", "Scheduling", "Memory", "Performance"} <= set(texts(page, "header"))
     learner = page.session_state["learner"]
     press_key(open_lesson("continuous-batching", learner), "continue-0")
     again = AppTest.from_file(MAIN, default_timeout=60)
