@@ -89,7 +89,9 @@ def _run(view: View, block: RunBlock) -> None:
     key = f"run-{view.lesson.id}-{block.id}"
     first = block.id not in view.mine.ran
     if first and view.lab.log.num_live:
-        st.caption(f"{view.lab.log.num_live} requests of your lab are stopped for it.")
+        st.caption(f"Your lab is set up anew for it; its {view.lab.log.num_live} requests are stopped.")
+    elif first and not view.mine.ran:
+        st.caption("Your lab is set up anew for it. You can set it back at the end of the lesson.")
     clicked = st.button(block.button if first else "Run again", key=key, type="primary" if first else "secondary")
     if clicked and _do_runs(view, [(name, {}) for name in block.experiments]):
         if first:
@@ -121,6 +123,7 @@ def _do_runs(view: View, wanted: list[tuple[str, dict[str, Any]]]) -> bool:
             for name, knobs in wanted:
                 experiment = within_quota(view.module.EXPERIMENTS[name](**knobs), view.lab)
                 record = run_on_lab(hub().client, view.lab.token, experiment)
+                view.lab.config = record.config
                 view.store.save_run(view.lesson.id, name, record)
     except (RunError, HostError, HostGone, ConfigError, LabUnknown) as error:
         st.error(f"The run did not work: {error}")

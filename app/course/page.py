@@ -17,6 +17,8 @@ from app.course.style import style
 from app.course.view import StoredRuns, View, is_done
 from app.figures.palette import theme as theme_named
 from app.reading import current_lab
+from app.session import DEFAULT_CONFIG, LabUnknown, hub
+from engine.serve.client import HostError, HostGone
 from lessons.catalogue import TERM, catalogue, forms, glossary, slug, texts_of
 from lessons.model import Card, Lesson
 
@@ -76,7 +78,17 @@ def _cards(view: View) -> None:
     if view.mine.done:
         with st.container(key="lesson-done"):
             st.success("You finished this lesson.")
+            if view.lab.open and view.lab.config != DEFAULT_CONFIG:
+                st.button("Set my lab back to its first settings", key="reset-lab", on_click=_reset_lab, args=(view,))
             st.page_link("screens/lessons.py", label="Go to the course map")
+
+
+def _reset_lab(view: View) -> None:
+    """The lab leaves the settings of the last experiment."""
+    try:
+        hub().configure(view.lab, DEFAULT_CONFIG)
+    except (HostError, HostGone, LabUnknown) as error:
+        st.error(str(error))
 
 
 def _current_card(view: View, card: Card, place: int) -> None:

@@ -131,6 +131,9 @@ def test_a_lesson_played_rightly_and_resumed(lesson_id: str, tmp_path: Path, cap
         len(exact) + sum(len(b.questions) for b in lesson.blocks if isinstance(b, Check)),
     )
     assert good >= total, "every countable answer and every check is praised"
+    press_key(page, "reset-lab")
+    assert page.session_state["lab"]
+    assert not [b for b in page.button if b.key == "reset-lab"], "the lab has its first settings again"
     again = open_lesson(lesson_id, learner)
     assert any("finished this lesson" in text for text in texts(again, "success"))
     assert [e.label for e in again.expander if lesson.cards[1].title in e.label], "parts that are done can be opened again"
