@@ -31,7 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -60,7 +60,9 @@ from engine.serve.protocol import (
     StartTraffic,
 )
 from engine.serve.transport import FrameError, recv_frame, send_frame, set_send_timeout
-from engine.workload.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from engine.workload.spec import WorkloadSpec
 
 LOGGER = logging.getLogger(__name__)
 TOKEN_VARIABLE = "INFERENCE_LAB_TOKEN"

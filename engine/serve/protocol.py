@@ -21,7 +21,7 @@ import msgspec
 from engine.core.config import EngineConfig
 from engine.core.outputs import ClosedRequest, EngineStats, OpenedRequest, TokenEvent
 from engine.core.trace import StepTrace
-from engine.workload.driver import TrafficReport
+from engine.workload.traffic import TrafficReport
 
 MAX_FRAME = 64 * 1024 * 1024
 """Bytes; a longer frame is refused and ends the connection."""

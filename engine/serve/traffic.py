@@ -10,9 +10,10 @@ import msgspec
 from engine.core.engine import Engine
 from engine.core.outputs import ClosedRequest
 from engine.workload.datafile import plain
-from engine.workload.driver import Driver, TrafficReport, add
+from engine.workload.driver import Driver, add
 from engine.workload.prompts import Encode, PromptMaker
 from engine.workload.spec import WorkloadSpec
+from engine.workload.traffic import TrafficReport
 
 
 class _Clock(Protocol):

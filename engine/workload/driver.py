@@ -17,7 +17,6 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import msgspec
 
@@ -36,6 +35,7 @@ from engine.workload.spec import (
     listed,
     whole_step,
 )
+from engine.workload.traffic import TrafficReport
 
 MAX_AT_ONCE = 1024
 """Most requests of one ``due``. The rest comes with the next call, its due times unchanged."""
@@ -52,26 +52,6 @@ class DueRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float
     """When it was due, seconds of the engine's clock: the engine's ``arrival``."""
     request: PlannedRequest
-
-
-class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for and what came of it. Rates are requests per ``unit`` (a second, or a step).
-
-    ``offered_rate`` is (due − 1) / (last due − first due), None for a closed loop and for fewer than two moments.
-    ``achieved_rate`` is completed / (last completion − first due), None before a completion.
-    """
-
-    unit: Literal["seconds", "steps"]
-    closed: bool
-    due: int
-    completed: int
-    failed: int
-    """Refused, aborted, or ended by an error."""
-    in_flight: int
-    offered_rate: float | None
-    achieved_rate: float | None
-    ended: bool
-    """No more requests come."""
 
 
 class Driver:
