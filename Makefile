@@ -20,7 +20,7 @@ LAB_OPTIONS = $(if $(MODEL),--model "$(MODEL)") $(if $(DEVICE),--device "$(DEVIC
 # pip talks when a person watches, and is quiet in a log.
 QUIET = quiet=; [ -t 1 ] || quiet=-qq
 
-.PHONY: help lab generate doctor test browser-test soak check gpu-check bench screenshots clean
+.PHONY: help lab doctor test browser-test kernel-test soak check gpu-check bench screenshots clean
 
 help: ## this list
 	@echo "Inference Lab: make TARGET"
@@ -34,11 +34,15 @@ doctor: $(VENV)/.runtime ## versions, devices, model, memory, and what to do abo
 
 test: $(VENV)/.test ## every test that needs neither a browser nor a GPU
 	@echo "Running the tests."
-	@$(PYTEST) tests --ignore=tests/browser --ignore=tests/cuda --ignore=tests/load -m "not soak" $(ARGS)
+	@$(PYTEST) tests --ignore=tests/browser --ignore=tests/cuda --ignore=tests/load --ignore=tests/triton -m "not soak" $(ARGS)
 
 browser-test: $(VENV)/.dev ## drive the lab in a real Chromium
 	@echo "Running the browser tests."
 	@$(PYTEST) tests/browser -m "not soak" $(ARGS)
+
+kernel-test: $(VENV)/.kernels ## Triton kernels without a GPU: interpreted, and compiled for sm_80 and sm_90
+	@echo "Running the kernels' tests."
+	@$(PYTEST) tests/triton -m "not soak" $(ARGS)
 
 screenshots: $(VENV)/.dev ## make the README's pictures again, from the running lab
 	@echo "Taking the pictures of the lab."
@@ -94,6 +98,11 @@ $(VENV)/.runtime: pyproject.toml constraints.txt setup.py | $(VENV)/pyvenv.cfg
 $(VENV)/.test: $(VENV)/.runtime
 	@echo "Set-up: installing what the tests need."
 	@$(QUIET); $(PIP_INSTALL) $$quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/.kernels: $(VENV)/.test
+	@echo "Set-up: installing Triton (about 700 MB)."
+	@$(QUIET); $(PIP_INSTALL) $$quiet -c constraints.txt -e '.[kernels]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

@@ -9,8 +9,10 @@ from setuptools import find_namespace_packages, setup
 
 packages = find_namespace_packages(include=["engine*", "app*", "lessons*"], exclude=["*.__pycache__*"])
 package_dir = {}
-if Path("assets").is_dir():
-    packages.append("app.assets")
-    package_dir["app.assets"] = "assets"
+assets = Path("assets")
+for folder in [assets, *sorted(path for path in assets.glob("**/*") if path.is_dir())] if assets.is_dir() else []:
+    name = "app." + ".".join(folder.parts)
+    packages.append(name)
+    package_dir[name] = folder.as_posix()
 
 setup(packages=packages, package_dir=package_dir)

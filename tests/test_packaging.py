@@ -111,7 +111,8 @@ def test_imported_packages_are_declared():
     from packaging.requirements import Requirement
 
     declared = {normal(Requirement(line).name) for line in PROJECT["dependencies"]}
-    optional = {"triton", "vllm"}  # comes with torch on a GPU; a peer to compare with, in an environment of its own
+    # Comes with torch on a GPU; a peer in an environment of its own; the browser, for those who measure pages.
+    optional = {"triton", "vllm", "playwright"}
     here = {"engine", "app", "lessons", "tests"}
     found: dict[str, str] = {}
     for folder in ("engine", "app", "lessons"):
@@ -198,6 +199,14 @@ def test_wheel_holds_packages_and_assets(tmp_path: Path):
     shipped = [name for name in sources if name.split("/")[0] in ("engine", "app", "lessons")]
     assert set(shipped) <= names
     assert "app/assets/probe.json" in names
+    data = [
+        p.relative_to(ROOT).as_posix()
+        for p in tracked_files()
+        if p.suffix in (".yaml", ".md", ".txt", ".csv", ".js", ".css")
+    ]
+    needed = [name for name in data if name.split("/")[0] in ("app", "lessons")]
+    needed += ["app/" + name for name in data if name.startswith("assets/")]
+    assert needed and set(needed) <= names
     assert not [name for name in names if name.startswith(("tests/", "assets/"))]
     entry = next(name for name in names if name.endswith("entry_points.txt"))
     assert "inference-lab = engine.cli:main" in zipfile.ZipFile(wheel).read(entry).decode()
@@ -208,5 +217,17 @@ def test_make_help_lists_the_documented_targets():
     if make is None:
         pytest.skip("make is not installed")
     listed = subprocess.run([make, "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("lab", "test", "check", "browser-test", "gpu-check", "screenshots", "bench", "soak", "doctor", "clean"):
+    for target in (
+        "lab",
+        "test",
+        "check",
+        "browser-test",
+        "kernel-test",
+        "gpu-check",
+        "screenshots",
+        "bench",
+        "soak",
+        "doctor",
+        "clean",
+    ):
         assert f"  {target} - " in listed
