@@ -32,7 +32,7 @@ _RULES = """
 .lesson-compare th { font-weight: 400; font-size: 0.85rem; }
 .lesson-compare :is(th, td) { text-align: left; padding: 0.1rem 0.75rem 0.1rem 0; vertical-align: top; border: 0; }
 .lesson-compare td { font-weight: 600; }
-.lesson-words { columns: 20rem; margin: 0; padding: 0; }
+.stApp dl.lesson-words { columns: 20rem; margin: 0; padding: 0; }
 .lesson-words div { break-inside: avoid; }
 .lesson-words dt { font-weight: 600; scroll-margin-top: 5rem; margin: 0; padding: 0; }
 .lesson-words dd { margin: 0 0 0.4rem 1rem; }
