@@ -44,9 +44,9 @@ kernel-test: $(VENV)/.kernels ## Triton kernels without a GPU: interpreted, and 
 	@echo "Running the kernels' tests."
 	@$(PYTEST) tests/triton -m "not soak" $(ARGS)
 
-screenshots: $(VENV)/.dev ## make the README's pictures again, from the running lab
+screenshots: $(VENV)/.dev ## every page in both themes and at three widths, the README's pictures among them
 	@echo "Taking the pictures of the lab."
-	@INFERENCE_LAB_SCREENSHOTS=1 $(PYTEST) tests/browser -m "not soak" $(ARGS)
+	@INFERENCE_LAB_SCREENSHOTS=1 $(PYTEST) tests/browser/test_screenshots.py $(ARGS)
 
 soak: $(VENV)/.test ## tests that take minutes: more random cases, longer runs
 	@echo "Running the long tests."

@@ -132,9 +132,6 @@ def _ours(url: str, port: int) -> bool:
 
 
 def picture(page: Page, name: str) -> None:
-    """Save a screenshot; into assets/ when the pictures are to be made again."""
+    """Save a screenshot of what a test has on its screen."""
     OUT.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=OUT / f"{name}.png")
-    if os.environ.get("INFERENCE_LAB_SCREENSHOTS"):
-        ASSETS.mkdir(exist_ok=True)
-        shutil.copy(OUT / f"{name}.png", ASSETS / f"{name}.png")
