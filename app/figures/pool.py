@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from app.figures.palette import Theme, mix
 from app.figures.pool_groups import Groups, per_cell
 from app.figures.template import Figure, boxes, hidden_axis, layout
@@ -30,8 +32,7 @@ FADES = 3
 """Steps over which the outline of an evicted block fades."""
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(msgspec.Struct, frozen=True, gc=False):
     """One block in one request's table. ``tokens``: how many of the block's slots hold K and V of that request."""
 
     number: int
@@ -165,7 +166,9 @@ def _level(view: PoolView, block: int, selected: int | None, hues: int) -> int |
     uses = view.uses.get(block)
     if not uses:
         return 1 if block in view.cached else 0
-    owner = next((use.number for use in uses if use.number == selected), uses[0].number)
+    owner = uses[0].number
+    if selected is not None and len(uses) > 1 and any(use.number == selected for use in uses):
+        owner = selected
     back = selected is not None and owner != selected
     return 2 + owner % hues + (hues if back else 0)
 
@@ -174,12 +177,16 @@ def _hover(view: PoolView, block: int) -> str:
     if block > view.num_blocks:
         return ""
     uses = view.uses.get(block)
+    if uses and len(uses) == 1:
+        use = uses[0]
+        fresh = "<br>taken in this step" if block in view.allocated else ""
+        owner = f"{letter(use.number)} (logical {use.logical})"
+        return f"{view.unit} {block}: {owner}<br>{use.tokens} of {view.block_size} tokens{fresh}"
     if uses:
         owners = ", ".join(f"{letter(use.number)} (logical {use.logical})" for use in uses)
         fill = max(use.tokens for use in uses)
-        shared = f"<br>shared by {len(uses)}" if len(uses) > 1 else ""
         fresh = "<br>taken in this step" if block in view.allocated else ""
-        return f"{view.unit} {block}: {owners}<br>{fill} of {view.block_size} tokens{shared}{fresh}"
+        return f"{view.unit} {block}: {owners}<br>{fill} of {view.block_size} tokens<br>shared by {len(uses)}{fresh}"
     place = f"<br>place {view.places[block] + 1} in the free queue" if block in view.places else ""
     if block in view.cached:
         return f"{view.unit} {block}: cached, nobody holds it{place}"
@@ -274,8 +281,12 @@ def _places(view: PoolView, theme: Theme, wide: int) -> dict[str, Any]:
 
 def _fills(view: PoolView) -> dict[int, float]:
     """How full the blocks are that have room left, 0 to 1."""
-    fills = {block: max(use.tokens for use in uses) / view.block_size for block, uses in sorted(view.uses.items())}
-    return {block: share for block, share in fills.items() if share < 1}
+    size = view.block_size
+    return {
+        block: max(use.tokens for use in uses) / size
+        for block, uses in view.uses.items()
+        if uses[0].tokens < size and all(use.tokens < size for use in uses)
+    }
 
 
 def _unfilled(fills: dict[int, float], theme: Theme, wide: int) -> dict[str, Any]:

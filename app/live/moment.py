@@ -218,20 +218,22 @@ def encode(parts: Mapping[str, Any]) -> dict[str, bytes]:
 
 def _pool_view(view: Scene) -> PoolView:
     pool, size = view.ledger.pool, view.config.block_size
-    uses: dict[int, list[Use]] = {}
+    uses: dict[int, Sequence[Use]] = {}
+    numbers, computed = view.numbers, pool.computed
     for block, held in pool.owners.items():
-        uses[block] = sorted(
-            (
-                Use(view.numbers[request], logical, max(0, min(size, pool.computed.get(request, 0) - logical * size)))
-                for request, logical in held
-                if request in view.numbers
-            ),
-            key=lambda use: use.number,
-        )
+        found = [
+            Use(numbers[request], logical, max(0, min(size, computed.get(request, 0) - logical * size)))
+            for request, logical in held
+            if request in numbers
+        ]
+        if len(found) > 1:
+            found.sort(key=lambda use: use.number)
+        if found:
+            uses[block] = found
     return PoolView(
         num_blocks=view.config.num_kv_blocks,
         block_size=size,
-        uses={block: held for block, held in uses.items() if held},
+        uses=uses,
         cached=pool.cached - pool.owners.keys(),
         allocated=view.ledger.allocated,
         evicted=view.ledger.evicted,
