@@ -214,7 +214,11 @@ def batch_alt(shown: Sequence[StepTrace], numbers: Mapping[str, int], budget: in
 def _ticks(top: int, root: bool) -> dict[str, Any]:
     if not root:
         return {"title": "tokens", "nticks": 5}
-    values = [0, *(value for value in (1, 4, 16, 64, 256, 1024, 4096, 16384) if value <= top)]
+    apart = 0.1 * math.sqrt(top)
+    values = [0]
+    for value in (1, 4, 16, 64, 256, 1024, 4096, 16384):
+        if value <= top and math.sqrt(value) - math.sqrt(values[-1]) >= apart:
+            values.append(value)
     return {"title": "tokens (√ scale)", "tickvals": [math.sqrt(v) for v in values], "ticktext": [f"{v:,}" for v in values]}
 
 

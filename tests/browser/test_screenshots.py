@@ -55,7 +55,7 @@ def shoot(page: Page, name: str, theme: str) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     for width, height in WIDTHS.items():
         page.set_viewport_size({"width": width, "height": height})
-        page.wait_for_timeout(1500)
+        page.wait_for_timeout(2000)
         file = OUT / f"{name}-{theme}-{width}.png"
         page.screenshot(path=file, full_page=width == 390)
         if file.stem in BEST:
