@@ -78,15 +78,25 @@ def _brackets(ticks: list[float], end: float, theme: Theme) -> tuple[list[dict[s
         shapes.append({"type": "line", "x0": low, "x1": high, "y0": y, "y1": y, "line": line})
         shapes += [{"type": "line", "x0": x, "x1": x, "y0": y - 0.1, "y1": y + 0.1, "line": line} for x in (low, high)]
         below = y < 1
-        left = (low + high) / 2 < end * 0.2
+        x, anchor = _label_place(low, high, end)
         notes.append(
             {
-                "x": low if left else (low + high) / 2, "y": y, "text": f"{text} · {high - low:,.1f} ms", "showarrow": False,
-                "xanchor": "left" if left else "center", "yanchor": "top" if below else "bottom",
+                "x": x, "y": y, "text": f"{text} · {high - low:,.1f} ms", "showarrow": False,
+                "xanchor": anchor, "yanchor": "top" if below else "bottom",
                 "font": {"color": theme.ink, "size": 12},
             }
         )  # fmt: skip
     return shapes, notes
+
+
+def _label_place(low: float, high: float, end: float) -> tuple[float, str]:
+    """Where a bracket's label fits: in its middle, or grown from its outer edge near an end of the axis."""
+    middle = (low + high) / 2
+    if middle < 0.3 * end:
+        return low, "left"
+    if middle > 0.7 * end:
+        return high, "right"
+    return middle, "center"
 
 
 def request_life_alt(request: RequestTrace) -> str:
