@@ -51,8 +51,8 @@ class SavedRun:
                     del self._looks[next(iter(self._looks))]
             return self._looks[look]
 
-    def recent(self, look: Look) -> tuple[tuple[str, int], dict[str, bytes]]:
-        """The version seen, and its sections."""
+    def recent(self, look: Look, fresh: float = 0.0) -> tuple[tuple[str, int], dict[str, bytes]]:
+        """The version seen, and its sections; they never change, however ``fresh`` they must be."""
         return self.version, self.look(look)
 
     def _head(self) -> dict[str, Any]:

@@ -38,8 +38,6 @@ from engine.workload.spec import WorkloadSpec
 LOGGER = logging.getLogger(__name__)
 TOKEN = re.compile(r"[A-Za-z0-9_-]{16,64}")
 KEPT_LOOKS = 12
-FRESH = 0.15
-"""Seconds for which what was built for one viewer is new enough for another who looks alike."""
 WAIT_STEPS = 200
 """Newest steps over which the wait for other labs is told."""
 REAP_EVERY = 5.0
@@ -285,7 +283,7 @@ class Lab:
         """All sections for one way of looking, as JSON and up to date; built once for all who look alike."""
         return self.recent(look, 0.0)[1]
 
-    def recent(self, look: Look, fresh: float = FRESH) -> tuple[tuple[Any, ...], dict[str, bytes]]:
+    def recent(self, look: Look, fresh: float) -> tuple[tuple[Any, ...], dict[str, bytes]]:
         """The version seen and its sections; what is younger than ``fresh`` seconds is new enough."""
         with self.lock:
             version = self.version

@@ -51,6 +51,7 @@ from app.saved import PREFIX, SavedRun, saved_run
 from app.scenes import catalogue, listing
 from app.session import Hub, Lab, LabUnknown, hub
 from engine.core.config import ConfigError, EngineConfig, build_config
+from engine.core.sampling_params import SamplingParams
 from engine.workload.arrivals import MAX_RATE
 from engine.workload.spec import check_fits
 
@@ -71,7 +72,7 @@ FOLLOW = "follow:"
 """What the name of a followed lab begins with where a lab's token is expected."""
 REFRESH = 0.2
 """Least seconds between two pushes to one viewer."""
-FOLLOW_REFRESH = 0.36
+FOLLOW_REFRESH = 0.33
 """The same for those who look on: thirty of them share a classroom's network."""
 TICK = 0.05
 HEARTBEAT = 10.0
@@ -168,10 +169,10 @@ async def _events(
         yield b"retry: 1000\n\n"
         while not _closing.is_set() and not await gone() and _still_shown(rooms, lab, viewer, key):
             begin = loop.time()
-            look = viewer.shown
+            look, old = viewer.shown, shown
             if (lab.version, look) != shown:
                 viewer.bell.clear()
-                version, parts = await run_in_threadpool(_recent, rooms, lab, look)
+                version, parts = await run_in_threadpool(_recent, rooms, lab, look, 0.6 * refresh)
                 shown = (version, look)
                 news = {name: value for name, value in parts.items() if sent.get(name) != value}
                 if news:
@@ -181,8 +182,8 @@ async def _events(
             if quiet >= HEARTBEAT:
                 quiet = 0.0
                 yield b": still here\n\n"
-            waiting = shown != (lab.version, viewer.shown)
-            pause = max(TICK, refresh - (loop.time() - begin)) if waiting else TICK
+            behind = shown != (lab.version, viewer.shown) and shown != old
+            pause = max(TICK, refresh - (loop.time() - begin)) if behind else TICK
             try:
                 await asyncio.wait_for(viewer.bell.wait(), pause)
                 viewer.bell.clear()
@@ -218,9 +219,9 @@ def _still_shown(rooms: Hub, lab: Lab | SavedRun, viewer: Viewer, key: tuple[str
     return lab.token in rooms.tokens()
 
 
-def _recent(rooms: Hub, lab: Lab | SavedRun, look: Look) -> tuple[Any, dict[str, bytes]]:
+def _recent(rooms: Hub, lab: Lab | SavedRun, look: Look, fresh: float) -> tuple[Any, dict[str, bytes]]:
     trouble = _open_if_possible(rooms, lab)
-    version, parts = lab.recent(look)
+    version, parts = lab.recent(look, fresh)
     return version, {**parts, "trouble": trouble}
 
 
@@ -340,7 +341,14 @@ async def send(lab: Lab, body: dict[str, Any]) -> Any:
     params = _params(lab, body)
     await _need_open(lab)
     ids = await run_in_threadpool(
-        lab.client.send, lab.token, prompt, chat=bool(body.get("chat", True)), params=params, copies=copies
+        lab.client.send,
+        lab.token,
+        prompt,
+        chat=bool(body.get("chat", True)),
+        params=params,
+        copies=copies,
+        priority=_whole(body, "priority", 0),
+        cache_salt=None if body.get("cache_salt") is None else str(body["cache_salt"])[:200],
     )
     return {"ids": ids}
 
@@ -356,10 +364,17 @@ async def samples(lab: Lab, body: dict[str, Any]) -> Any:
     return {"ids": await run_in_threadpool(all_four)}
 
 
+def _whole(body: dict[str, Any], name: str, default: int) -> int:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or abs(value) > 2**31:
+        raise Refused(400, f"{name}={value!r} must be a whole number")
+    return int(value)
+
+
 def _params(lab: Lab, body: dict[str, Any]) -> dict[str, Any]:
     """Sampling settings of a command, within the session's quota; the engine checks their values."""
     params: dict[str, Any] = {"logprobs": 5}
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos"):
+    for name in SAMPLING:
         if body.get(name) is not None:
             params[name] = body[name]
     lab.check_params(params)
@@ -512,6 +527,8 @@ async def _need_open(lab: Lab) -> None:
         raise Refused(503, f"the model is not ready yet: {state.stage or state.state}. Try again in a moment.")
 
 
+SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "skip_special_tokens"))
+"""Sampling settings that a page may send."""
 COMMANDS: dict[str, Callable[[Lab, dict[str, Any]], Awaitable[Any]]] = {
     "view": view, "send": send, "samples": samples, "abort": abort, "clear": clear, "control": control, "engine": engine,
     "restart": restart, "traffic": traffic, "rate": rate, "stop": stop, "scene": scene, "share": share, "model": model,

@@ -6,6 +6,7 @@ import { renderExtents, renderFocus, renderHead, renderRequests, renderStory, re
 import { scenes } from "./scenes.js";
 import { modelPanel, roomNotes, sharePanel } from "./share.js";
 import { trafficPanel } from "./traffic.js";
+import { samplingForm } from "./sampling.js";
 import { transport } from "./transport.js";
 
 const EMPTY = {
@@ -295,7 +296,8 @@ class View {
       }
       found[name] = value;
     }
-    return found;
+    const more = this.sampling.read(this.message);
+    return more && { ...found, ...more };
   }
 
   key(event) {
@@ -585,6 +587,7 @@ class View {
       return h("label", { htmlFor: id(name), title: props.title }, label, this.inputs[name]);
     };
     this.inputs = {};
+    this.sampling = samplingForm();
     this.message = h("p", { class: "lab-message", role: "alert" });
     this.prompt = h("textarea", {
       id: id("prompt"), rows: 3, placeholder: "Type a prompt. Enter sends it.", value: "Why does a cat always land on its feet?",
@@ -610,6 +613,7 @@ class View {
           "Four sample prompts"),
       ),
       this.message,
+      this.sampling.node,
     );
   }
 

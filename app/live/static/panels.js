@@ -222,12 +222,14 @@ export function renderFocus(view, focus) {
     view.focusPrompt = h("details", { class: "lab-whole" });
     view.focusText = h("p", { class: "lab-tokens" });
     view.focusToken = h("div", { class: "lab-token", role: "status" });
-    view.focus.replaceChildren(view.focusTitle, view.focusPrompt, view.focusText, view.focusToken);
+    view.focusCache = h("p", { class: "lab-note" });
+    view.focus.replaceChildren(view.focusTitle, view.focusPrompt, view.focusCache, view.focusText, view.focusToken);
     view.focusPrompt.replaceChildren(h("summary", {}, `prompt, ${number(focus.prompt_tokens)} tokens`), h("p", {}, focus.prompt));
     view.focusCount = 0;
   }
   view.focusTitle.replaceChildren(h("span", { class: "lab-badge", style: { background: hue(focus.number) } }, focus.letter), ` ${focus.tokens.length} tokens`,
     h("span", { class: "lab-count" }, focus.cached_tokens ? `${focus.cached_tokens} prompt tokens from the cache` : ""));
+  setText(view.focusCache, focus.cache_note ? `Prefix cache: ${number(focus.cached_tokens)} of ${number(focus.prompt_tokens)} prompt tokens; ${focus.cache_note}.` : "");
   if (focus.tokens.length < view.focusCount || focus.left_out) {
     view.focusText.replaceChildren();
     view.focusCount = 0;
