@@ -1,4 +1,4 @@
-"""Thirty people follow one lab: each sees it move, and the engine hardly notices."""
+"""Thirty people follow one lab: each sees it move, and the engine hardly notices. Needs a machine that does nothing else."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_thirty_followers(serve: Callable[[str], Server], model: str, record_pro
     address = server.command("share", origin="")[1]["address"]
     name = "follow:" + address.partition("follow=")[2]
     alone, followed, refreshes, traffic, cores = asyncio.run(_measure(server, name))
-    kept = statistics.median(followed) / statistics.median(alone)
+    kept = statistics.median(b / a for a, b in zip(alone, followed, strict=True))
     record_property("measured", {
         "followers": FOLLOWERS, "alone steps/s": [round(x, 1) for x in alone],
         "followed steps/s": [round(x, 1) for x in followed], "kept": round(kept, 3),
@@ -72,4 +72,5 @@ def test_thirty_followers(serve: Callable[[str], Server], model: str, record_pro
         "MB/s to all": round(traffic / 1e6, 2), "server's cores": round(cores, 2),
     })  # fmt: skip
     assert min(refreshes) >= 2.0
+    assert cores < 0.3, "the server leaves the processor to the engine"
     assert kept >= 0.9
