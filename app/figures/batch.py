@@ -123,21 +123,14 @@ def batch_figure(
         line = {"color": theme.alert, "width": 1.5, "dash": "6px,3px"}
         ends = {"x0": 0, "x1": 1, "y0": place(budget), "y1": place(budget)}
         shapes.append({"type": "line", "name": "budget", "xref": "paper", "yref": "y", **ends, "line": line})
-        notes.append(
-            note(theme, f"token budget {budget:,}", 1, place(budget), yref="y", yanchor="top", bgcolor="rgba(0,0,0,0)")
-        )
+        label = {"yref": "y", "yanchor": "top", "xanchor": "left", "bgcolor": "rgba(0,0,0,0)"}
+        notes.append(note(theme, f"token budget {budget:,}", 0, place(budget), **label))
     else:
         notes.append(note(theme, f"scale 0–{top:,} tokens; the budget, {budget:,}, lies above it", 1, HIGH))
     if by_kind:
-        notes.append(
-            note(
-                theme,
-                f"more than {MOST_LEVELS} requests a step: stacked by kind, the selected one apart",
-                0,
-                HIGH,
-                xanchor="left",
-            )
-        )
+        side = {"xanchor": "right"} if budget <= top else {"xanchor": "left"}
+        words = f"more than {MOST_LEVELS} requests a step: stacked by kind, the selected one apart"
+        notes.append(note(theme, words, 1 if budget <= top else 0, HIGH, **side))
     return {
         "data": [*data, _waiting(shown, numbers, theme)],
         "layout": layout(
