@@ -467,3 +467,48 @@ def test_nothing_stays_behind_when_tabs_close_in_the_middle_of_everything(own_hu
         assert fifth <= 1.1 * second, f"memory grows: {memory}"
     lab = own_hub.enter(None)
     assert state(lab).json["head"]["open"] is True
+
+
+def test_a_released_lab_leaves_no_recording(tmp_path: Any):
+    with EngineClient("scripted", recordings=tmp_path / "recordings") as client:
+        client.wait_ready(60)
+        made = Hub(client, Limits(grace=1.0), alive=lambda session: False)
+        install(made)
+        lab = made.enter(None)
+        post(lab, "send", prompt="hello", max_tokens=50)
+        wait_for(lambda: lab.log.num_live == 0)
+        assert len(list((tmp_path / "recordings").iterdir())) == 1
+        assert made.reap(time.monotonic() + 2) == [lab.token]
+        assert list((tmp_path / "recordings").iterdir()) == []
+        install(None)
+
+
+def test_the_reaper_works_by_itself_and_ends(tmp_path: Any):
+    made = Hub(EngineClient("scripted"), Limits(grace=0.2), alive=lambda session: False)
+    lab = made.enter(None)
+    thread = made.start_reaping()
+    wait_for(lambda: made.tokens() == ())
+    with pytest.raises(LabUnknown):
+        made.find(lab.token)
+    made.end()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_commands_beyond_what_one_page_may_have_waiting_are_refused(lab: Lab):
+    lab.commands = lab.limits.in_flight
+    answer = post(lab, "send", prompt="x")
+    assert (answer.status, "wait for the engine already" in answer.json["error"]) == (429, True)
+    lab.commands = 0
+    assert post(lab, "send", prompt="x", max_tokens=1).status == 200
+    assert lab.commands == 0
+
+
+def test_more_pages_than_one_lab_is_shown_to_are_refused(lab: Lab):
+    for number in range(lab.limits.viewers):
+        routes._viewers[(lab.token, f"viewer{number:04}")] = routes.Viewer(routes.Look(), lab)
+    try:
+        answer = call(APP, "GET", f"/lab/api/stream?lab={lab.token}&viewer=onemore1")
+        assert (answer.status, "120 pages look at this lab already" in answer.json["error"]) == (503, True)
+    finally:
+        routes._viewers.clear()
