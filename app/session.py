@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -121,6 +122,12 @@ def session_alive(session_id: str) -> bool:
     from streamlit import runtime
 
     return runtime.exists() and runtime.get_instance().is_active_session(session_id)
+
+
+def public_name(model: str) -> str:
+    """A model's name for everybody: of a folder on the owner's machine only its last part."""
+    path = Path(model).expanduser()
+    return path.name if path.is_absolute() or model.startswith(".") else model
 
 
 class Lab:
@@ -312,7 +319,7 @@ class Lab:
             "stage": state.stage,
             "progress": state.progress,
             "error": state.error,
-            "model": state.model,
+            "model": msgspec.structs.replace(state.model, name=public_name(state.model.name)) if state.model else None,
             "open": open_now,
             "mode": info.mode if info and open_now else None,
             "rate": info.rate if info else None,
@@ -494,7 +501,7 @@ class Hub:
             for lab in self._labs.values():
                 if lab is not by:
                     lab.tell(
-                        f"The owner of this machine changed the model to {model}. Your requests ended; your settings stay."
+                        f"The owner of this machine changed the model to {public_name(model)}. Your requests ended; your settings stay."
                     )
 
     # -- ending --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from app.live import routes
 from app.owner import COOKIE, LOCAL_NAMES, Owner
 from app.scenes import catalogue, own_folder
-from app.session import Hub, Lab, LabUnknown, Limits, install
+from app.session import Hub, Lab, LabUnknown, Limits, install, public_name
 from engine.serve.client import EngineClient
 from engine.serve.protocol import HostOptions
 from engine.workload.claims import Run, judge
@@ -512,3 +512,16 @@ def test_more_pages_than_one_lab_is_shown_to_are_refused(lab: Lab):
         assert (answer.status, "120 pages look at this lab already" in answer.json["error"]) == (503, True)
     finally:
         routes._viewers.clear()
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("smollm2", "smollm2"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("/home/me/secret/model", "model"),
+        ("~/m.gguf", "m.gguf"),
+    ],
+)
+def test_learners_do_not_see_the_owners_folders(model: str, shown: str):
+    assert public_name(model) == shown
