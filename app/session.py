@@ -501,7 +501,8 @@ class Hub:
             for lab in self._labs.values():
                 if lab is not by:
                     lab.tell(
-                        f"The owner of this machine changed the model to {public_name(model)}. Your requests ended; your settings stay."
+                        f"The owner of this machine changed the model to {public_name(model)}. "
+                        "Your requests ended; your settings stay."
                     )
 
     # -- ending --------------------------------------------------------------------------------------------------------
