@@ -292,7 +292,9 @@ def _timed(action: Any, clock: Any) -> float:
 def test_timeline_marks_stay_inside_the_frame(busy: Recorded):
     figure = timeline_figure(busy.log.steps(), busy.log.traces(), (1, 40), LIGHT)
     check(figure)
-    assert all(x >= 1 for x in trace(figure, "decode")["x"])
+    ticks = [x for x in trace(figure, "decode")["x"] if x is not None]
+    assert ticks
+    assert min(ticks) >= 1
     assert not math.isnan(figure["layout"]["xaxis"]["range"][0])
 
 
