@@ -117,7 +117,9 @@ export function transport(view) {
         live.classList.toggle("lab-on", clock.cursor === null);
         return;
       }
-      setText(where, empty ? "no step yet" : `step ${look.step ?? clock.last} of ${clock.last}`);
+      const gone = clock.first > 0 && !empty;
+      setText(where, empty ? "no step yet" : `step ${look.step ?? clock.last} of ${gone ? `${clock.first}–` : ""}${clock.last}`);
+      where.title = gone ? `Steps before ${clock.first} are gone: they are older than what the lab keeps.` : "";
       live.classList.toggle("lab-on", look.step === null);
       live.setAttribute("aria-pressed", String(look.step === null));
     },
