@@ -87,12 +87,12 @@ class Server:
         """Index of the newest step."""
         return int(self.state()["clock"]["last"])
 
-    def fill(self, running: int, max_tokens: int) -> None:
-        """Queue copies of the prompt until the queue is full, or twice as many wait as run."""
+    def fill(self, wanted: int, max_tokens: int) -> None:
+        """Queue copies of the prompt until ``wanted`` of them wait, or the queue is full."""
         waiting = int(next(g["value"] for g in self.state()["tiles"]["gauges"] if g["name"] == "waiting"))
         with contextlib.suppress(urllib.error.HTTPError):
-            while waiting < 2 * running:
-                copies = min(32, 2 * running - waiting)
+            while waiting < wanted:
+                copies = min(32, wanted - waiting)
                 params = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
                 self.post("send", prompt=PROMPT, chat=False, copies=copies, **params)
                 waiting += copies
@@ -220,7 +220,7 @@ def measure(server: Server, series: Sequence[Series], running: int, seconds: flo
     """Turns of ``seconds`` each, one for each condition, ``rounds`` times over."""
     for turn in range(rounds):
         for one in series if turn % 2 == 0 else tuple(reversed(series)):
-            server.fill(running, 384)
+            server.fill(2 * running, 384)
             time.sleep(0.5)
             first = server.last_step()
             begin = time.monotonic()
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(server, series, options.running, options.seconds, options.rounds)
         page = None
         if options.browser:
-            server.fill(options.running, 384)
+            server.fill(2 * options.running, 384)
             page = drawing(server.port, options.seconds)
     result = report([one.summary() for one in series], page)
     result |= {

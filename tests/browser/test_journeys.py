@@ -57,7 +57,7 @@ def test_a_teacher_shows_a_preemption_and_steps_through_it(page: Page):
     wait(page, "s.head.mode === 'paused'")
     page.wait_for_timeout(600)  # the last steps before the pause are told
     last = read(page, "s.clock.last")
-    page.locator(".lab-head").click()
+    page.locator(".lab-head strong").click()
     page.keyboard.press("s")
     wait(page, f"s.clock.last === {last + 1}")
     # Rewind to the preemption by the log, and read what happened there.
@@ -82,7 +82,7 @@ def test_a_teacher_shows_a_preemption_and_steps_through_it(page: Page):
     wait(page, f"s.focus?.id === '{state['id']}'")
     # One step on and back by the keyboard: only the cursor moves, the frames stand still.
     frame = read(page, "f.batch.layout.xaxis.range")
-    page.locator(".lab-head").click()
+    page.locator(".lab-head strong").click()
     page.keyboard.press("ArrowRight")
     wait(page, f"s.clock.cursor === {step + 1} || s.clock.cursor === null")
     page.keyboard.press("ArrowLeft")
@@ -90,7 +90,7 @@ def test_a_teacher_shows_a_preemption_and_steps_through_it(page: Page):
     assert read(page, "f.batch.layout.xaxis.range") == frame
     page.keyboard.press("l")
     page.select_option("select[aria-label='Slow motion']", "")
-    page.locator(".lab-head").click()
+    page.locator(".lab-head strong").click()
     page.keyboard.press(" ")
     wait(page, "s.head.mode === 'running' && s.clock.cursor === null")
     wait(page, "s.requests.every(r => r.state === 'finished')", 90)
@@ -107,7 +107,7 @@ def test_a_learner_finds_where_a_token_lies(page: Page):
     prompt = read(page, "f.batch.data[0].customdata[0][3]")
     assert step_tokens(page, read(page, "s.clock.first")) == prompt
     page.keyboard.press("Escape")
-    page.locator(".lab-head").click()
+    page.locator(".lab-head strong").click()
     page.keyboard.press("j")
     wait(page, "s.focus?.tokens.length === 40")
     page.click(".lab-tokens [data-index='17']")
@@ -134,7 +134,7 @@ def test_a_learner_finds_where_a_token_lies(page: Page):
 
 
 def test_the_keyboard_does_all_of_it(page: Page):
-    page.locator(".lab-head").click()
+    page.locator(".lab-head strong").click()
     page.keyboard.press("?")
     listed = set(page.locator(".lab-keys kbd").all_inner_texts())
     assert listed >= {"space", "s", "S", "r", "p", "n", "c", "d", "j", "k", "x", "X", "C", "q", "b", "m", "a", "f", "e", "?"}
@@ -142,13 +142,13 @@ def test_the_keyboard_does_all_of_it(page: Page):
     page.keyboard.press("r")
     wait(page, "s.head.rate === 5")
     page.fill("#lab-max_tokens", "600")
-    page.locator(".lab-head").click()
+    page.locator(".lab-head strong").click()
     page.keyboard.press("c")
     expect(page.locator("#lab-copies")).to_be_focused()
     page.keyboard.type("5")
     page.keyboard.press("Enter")
     wait(page, "s.requests?.length === 5")
-    page.locator(".lab-head").click()
+    page.locator(".lab-head strong").click()
     page.keyboard.press(" ")
     wait(page, "s.head.mode === 'paused'")
     page.keyboard.press("j")

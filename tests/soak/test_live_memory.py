@@ -33,8 +33,8 @@ def test_memory_is_level_while_a_page_is_live(record_property: Callable[[str, ob
         refreshes = 0
         begin = time.monotonic()
         while (minutes := (time.monotonic() - begin) / 60) < MINUTES:
-            server.fill(16, 128)
-            refreshes += sum(asyncio.run(watch(server.port, viewers=2, looks=2, seconds=8.0)))
+            server.fill(240, 60)  # short answers: what is kept of finished requests is soon full as well
+            refreshes += sum(asyncio.run(watch(server.port, viewers=2, looks=2, seconds=4.0)))
             samples.append((minutes, process.memory_info().rss / 1e6, server.last_step()))
         steps = server.last_step()
     kept = np.array([sample for sample in samples if sample[2] > FULL])
