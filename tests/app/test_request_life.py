@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import pytest
 
 from app.figures.palette import DARK, LIGHT
-from app.figures.request_life import request_life_alt, request_life_figure
+from app.figures.request_life import request_life_figure
 from engine.core.trace import RequestTrace
 
 
