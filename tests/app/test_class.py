@@ -519,7 +519,7 @@ def test_more_pages_than_one_lab_is_shown_to_are_refused(lab: Lab):
     [
         ("smollm2", "smollm2"),
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
-        ("/home/me/secret/model", "model"),
+        ("/mnt/disk/secret/model", "model"),
         ("~/m.gguf", "m.gguf"),
     ],
 )
