@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, TimeoutError, expect
 
 from tests.browser.conftest import Lab, picture, start_lab, stop_lab
 
@@ -87,11 +87,20 @@ def run_ready_made(page: Page, experiment_id: str) -> None:
 
 
 def download(page: Page, label: str, folder: Path) -> Path:
-    with page.expect_download() as caught:
-        page.get_by_role("button", name=label, exact=True).click()
-    path = folder / caught.value.suggested_filename
-    caught.value.save_as(path)
-    return path
+    """Click once the page stands still; Streamlit loses a click on what it is just drawing anew, so click again then."""
+    for last in (False, False, True):
+        page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', state="attached")
+        try:
+            with page.expect_download(timeout=30_000 if last else 10_000) as caught:
+                page.get_by_role("button", name=label, exact=True).click()
+        except TimeoutError:
+            if last:
+                raise
+            continue
+        path = folder / caught.value.suggested_filename
+        caught.value.save_as(path)
+        return path
+    raise AssertionError("unreachable")
 
 
 def test_an_a_b_from_run_to_report_and_back(page: Page, browser: Browser, tiny_lab: Lab, tmp_path: Path):
