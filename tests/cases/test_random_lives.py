@@ -12,6 +12,6 @@ def test_random_lives_on_a_model():
     SEEN.clear()
     run_state_machine_as_test(
         Lives,
-        settings=settings(max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)),
     )
     assert all(SEEN[kind] for kind in EVERYTHING), f"too short to meet everything: {dict(SEEN)}"

@@ -262,7 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 # Enough to meet every configuration many times; hypothesis's own database and shrinking stay on.
 EngineMachine.TestCase.settings = settings(
-    max_examples=450, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=350, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
 
