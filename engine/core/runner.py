@@ -60,6 +60,12 @@ class StepResult:
     prepare_time: float = 0.0
     forward_time: float = 0.0
     sample_time: float = 0.0
+    launch_time: float = 0.0
+    """Host seconds spent asking the device for the step's work; 0 where the host computes itself."""
+    gpu_time: float = 0.0
+    """Seconds that the GPU worked on the step, measured by the GPU's own events; 0 without one."""
+    gpu_idle_time: float = 0.0
+    """Seconds that the GPU idled between the work of the step before and this step's; 0 without one, and after a pause."""
     flops: float = 0.0
     bytes: float = 0.0
 

@@ -107,6 +107,21 @@ class Keyframe(msgspec.Struct, frozen=True, array_like=True):
     running: tuple[str, ...]
 
 
+class DeviceSample(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What the GPU's management library (NVML) said of the whole GPU, other programs included. None: it did not say."""
+
+    time: float
+    """When it was asked: seconds since 1970 (``time.time``), because it does not stop with the engine's clock."""
+    utilisation: float | None = None
+    """Share of the last sampling period (up to a second) in which some kernel ran on the GPU, 0 to 1."""
+    memory_used: int | None = None
+    """Bytes of the GPU's memory in use, by everybody."""
+    memory_total: int | None = None
+    """Bytes of memory that the GPU has."""
+    power: float | None = None
+    """Watts drawn."""
+
+
 class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
     """One engine step. A record without ``scheduled`` rows carries only events that happened while the engine was idle."""
 
@@ -118,6 +133,12 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
     forward_time: float = 0.0
     sample_time: float = 0.0
     postprocess_time: float = 0.0
+    launch_time: float = 0.0
+    """Spent by the host asking the GPU for the step's work; 0 on a CPU."""
+    gpu_time: float = 0.0
+    """Spent by the GPU on the step, from the GPU's own events; 0 on a CPU."""
+    gpu_idle_time: float = 0.0
+    """The GPU's pause between the work of the step before and this step's; 0 on a CPU, and where the engine paused."""
     wait_time: float = 0.0
     """Spent before this step on steps of other labs on the same host."""
     end: float = 0.0
@@ -145,6 +166,8 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of weights and KV that the forward pass must at least move, counted from shapes."""
     slow: bool = False
     """Taken while single-stepping or in slow motion: left out of percentiles."""
+    device: DeviceSample | None = None
+    """The GPU's own figures, where a new sample was there when the step ended: at most one a second."""
 
     @property
     def num_tokens(self) -> int:
