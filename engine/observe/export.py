@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.core.trace import Blocked, Event, Keyframe, Preemption, RequestTrace, Scheduled, StepTrace, letter
+from engine.core.trace import Blocked, DeviceSample, Event, Keyframe, Preemption, RequestTrace, Scheduled, StepTrace, letter
 from engine.observe.metrics import latency_values, outcome, parts, step_close
 
 JSONL_FORMAT = "inference-lab.records"
@@ -194,7 +194,7 @@ def _check_header(header: Header, number: int, started: bool) -> None:
 
 # Chrome trace format ------------------------------------------------------------------------------------------------------
 
-REQUESTS_PID, ENGINE_PID = 1, 2
+REQUESTS_PID, ENGINE_PID, GPU_PID = 1, 2, 3
 Phase = Literal["X", "i", "C", "M"]
 
 
@@ -207,6 +207,9 @@ def chrome_trace(
     and marks for the first token and the end. Process "Engine" has a track of steps with their parts, waits for other
     labs, and counters of KV blocks and of running and waiting requests. Without step records a request's track shows its
     parts only.
+
+    Where a GPU timed the steps there is a process "GPU" with a track of its work and pauses, and counters of what it said
+    of itself. Its clock tells how long, not when: work is drawn such that it ends when the step's tokens were known.
     """
     timeline = _Timeline(list(requests))
     yield '{"displayTimeUnit":"ms","otherData":' + _json(about or {}) + ',"traceEvents":[\n'
@@ -253,6 +256,8 @@ class _Timeline:
         self._tracks = {r.request_id: _Track(i, r) for i, r in enumerate(requests, start=1)}
         self._last = 0
         self._step_cursor = 0
+        self._gpu_cursor = 0
+        self._gpu_named = False
 
     def events(self, steps: Iterable[StepTrace]) -> Iterator[dict[str, Any]]:
         yield from _names(REQUESTS_PID, "Requests", 1)
@@ -262,6 +267,7 @@ class _Timeline:
             yield self._track_name(track, letter(track.trace.number) if track.trace else "", track.trace)
         for step in steps:
             yield from self._step(step)
+            yield from self._gpu(step)
             for preemption in step.preemptions:
                 yield from self._preempted(preemption, _ns(step.start))
             for row in step.scheduled:
@@ -377,6 +383,37 @@ class _Timeline:
         yield _event("C", ENGINE_PID, 0, "KV blocks", start, args={"in use": step.kv_used, "cached": step.kv_cached})
         yield _event("C", ENGINE_PID, 0, "running", start, args={"requests": step.num_running})
         yield _event("C", ENGINE_PID, 0, "waiting", start, args={"requests": step.num_waiting})
+
+    def _gpu(self, step: StepTrace) -> Iterator[dict[str, Any]]:
+        """The GPU's part of a step, where there is one; the process is named when it first appears."""
+        if step.gpu_time <= 0 and step.device is None:
+            return
+        if not self._gpu_named:
+            self._gpu_named = True
+            yield from _names(GPU_PID, "GPU", 2)
+            yield _event("M", GPU_PID, 1, "thread_name", args={"name": "work"})
+        end = max(_ns(step.end), self._gpu_cursor)
+        if step.gpu_time > 0:
+            start = max(end - _ns(step.gpu_time), self._gpu_cursor)
+            paused = max(start - _ns(step.gpu_idle_time), self._gpu_cursor)
+            if paused < start:
+                yield _event("X", GPU_PID, 1, "idle", paused, start - paused, {"measured_s": _finite(step.gpu_idle_time)})
+            measured = {"measured_s": _finite(step.gpu_time), "launch_s": _finite(step.launch_time)}
+            yield _event("X", GPU_PID, 1, f"step {step.index}", start, end - start, measured)
+            self._gpu_cursor = end
+        if step.device is not None:
+            for name, unit, value in _gauges(step.device):
+                yield _event("C", GPU_PID, 0, name, end, args={unit: value})
+
+
+def _gauges(sample: DeviceSample) -> Iterator[tuple[str, str, float]]:
+    """Counters of what the GPU said of itself: (name, unit, value), as far as it is known."""
+    if sample.utilisation is not None and math.isfinite(sample.utilisation):
+        yield "GPU utilisation", "%", 100 * sample.utilisation
+    if sample.memory_used is not None:
+        yield "GPU memory", "bytes in use", sample.memory_used
+    if sample.power is not None and math.isfinite(sample.power):
+        yield "GPU power", "W", sample.power
 
 
 def _names(pid: int, name: str, order: int) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,7 @@ def step_units(step: StepTrace) -> int:
             16 + len(frame.free) + len(frame.cached) + 8 * (len(frame.waiting) + len(frame.running) + len(frame.computed))
         )
         units += sum(8 + len(table) for table in frame.tables.values())
-    return units
+    return units + (12 if step.device is not None else 0)
 
 
 class LabFacts(Protocol):

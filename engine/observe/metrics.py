@@ -163,6 +163,30 @@ DEFINITIONS: dict[str, Definition] = {
     "busy_share": Definition(
         "Busy share", "", "Share of the window in which the device computed forward passes.", "Σ forward time / window"
     ),
+    "launch_time": Definition(
+        "Launch time",
+        "s",
+        "Spent by the host in a step asking the GPU for work: with small batches this, not the GPU, can set the pace.",
+        "host time in calls that start GPU work",
+    ),
+    "gpu_time": Definition(
+        "GPU time",
+        "s",
+        "Spent by the GPU on a step, by the GPU's own clock.",
+        "GPU event at its end − GPU event at its start",
+    ),
+    "gpu_idle_time": Definition(
+        "GPU idle time",
+        "s",
+        "The GPU's pause before a step's work, while it waited for the host; after a pause of the engine it is not counted.",
+        "GPU event at this step's start − GPU event at the end of the step before",
+    ),
+    "gpu_idle_share": Definition(
+        "GPU idle share",
+        "",
+        "Of the time between the first and the last work of steps that follow each other: the part that the GPU idled.",
+        "Σ GPU idle time / Σ (GPU time + GPU idle time)",
+    ),
     "gflops": Definition(
         "Achieved GFLOP/s",
         "GFLOP/s",
@@ -449,6 +473,8 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     slow_steps: int = 0
     busy_share: float | None = None
+    gpu_idle_share: float | None = None
+    """None on a CPU, and while nothing was timed by the GPU itself."""
     gflops: float | None = None
     gbytes: float | None = None
 
@@ -698,7 +724,7 @@ def step_rates(step: StepTrace) -> tuple[float | None, float | None]:
 def device_use(steps: Iterable[StepTrace], window: Window) -> DeviceUse:
     """Busy share and achieved rates inside the window; a forward pass that crosses a border counts with its part inside."""
     steps = [s for s in steps if s.scheduled]
-    busy = timed = operations = moved = 0.0
+    busy = timed = operations = moved = on_gpu = idle = 0.0
     inside = slow = 0
     for step in steps:
         begin = step.start + step.schedule_time + step.prepare_time
@@ -708,12 +734,15 @@ def device_use(steps: Iterable[StepTrace], window: Window) -> DeviceUse:
             inside += 1
             slow += step.slow
             timed += step.forward_time
+            on_gpu += step.gpu_time
+            idle += step.gpu_idle_time
             operations += step.flops
             moved += step.bytes
     return DeviceUse(
         steps=inside,
         slow_steps=slow,
         busy_share=ratio(busy, window.length) if steps else None,
+        gpu_idle_share=ratio(idle, on_gpu + idle) if on_gpu > 0 else None,
         gflops=ratio(operations / 1e9, timed) if operations > 0 else None,
         gbytes=ratio(moved / 1e9, timed) if moved > 0 else None,
     )

@@ -137,7 +137,7 @@ class RollingMetrics:
         self._ttft = Samples(self._capacity)
         self._itl = Samples(self._capacity)
         self._ended = Samples(self._capacity, 2 + len(_AT_END))
-        self._steps = Samples(self._capacity, 6)
+        self._steps = Samples(self._capacity, 8)
         self._prompts = Samples(self._capacity)
         self._slow_tokens = Samples(self._capacity)
         self._start: float | None = None
@@ -171,7 +171,8 @@ class RollingMetrics:
                 tokens += 1
                 self._token(row.request_id, step)
         if step.scheduled:
-            self._steps.add(step.end, tokens, step.forward_time, step.flops, step.bytes, step.slow, _forward_start(step))
+            work = (step.forward_time, step.flops, step.bytes, step.slow, _forward_start(step))
+            self._steps.add(step.end, tokens, *work, step.gpu_time, step.gpu_idle_time)
         for request_id in [r for r, last in self._leaving.items() if last <= step.index]:
             del self._leaving[request_id]
             self._open.pop(request_id, None)
@@ -265,11 +266,12 @@ def _device(steps: np.ndarray, window: Window) -> DeviceUse:
         return DeviceUse(busy_share=ratio(0.0, window.length))
     forward, operations, moved = steps[:, 2], float(steps[:, 3].sum()), float(steps[:, 4].sum())
     inside = np.minimum(steps[:, 6] + forward, window.end) - np.maximum(steps[:, 6], window.start)
-    timed = float(forward.sum())
+    timed, on_gpu, idle = float(forward.sum()), float(steps[:, 7].sum()), float(steps[:, 8].sum())
     return DeviceUse(
         steps=len(steps),
         slow_steps=int(steps[:, 5].sum()),
         busy_share=ratio(float(np.maximum(inside, 0.0).sum()), window.length),
+        gpu_idle_share=ratio(idle, on_gpu + idle) if on_gpu > 0 else None,
         gflops=ratio(operations / 1e9, timed) if operations > 0 else None,
         gbytes=ratio(moved / 1e9, timed) if moved > 0 else None,
     )
