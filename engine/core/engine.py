@@ -30,7 +30,7 @@ from engine.core.runner import Runner, StepResult
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Plan, Scheduler, StaticScheduler
 from engine.core.stop import check_tokens, take_text
-from engine.core.trace import Event, FinishReason, Keyframe, RequestTrace, Scheduled, StepTrace
+from engine.core.trace import DeviceSample, Event, FinishReason, Keyframe, RequestTrace, Scheduled, StepTrace
 
 KEYFRAME_EVERY = 256
 """Steps between two keyframes."""
@@ -352,7 +352,7 @@ class Engine:
 
     # ------------------------------------------------------------------ stepping
 
-    def step(self, *, wait_time: float = 0.0, slow: bool = False) -> StepTrace:
+    def step(self, *, wait_time: float = 0.0, slow: bool = False, device: DeviceSample | None = None) -> StepTrace:
         """Run one step; returns its record.
 
         With nothing to compute the record has no rows; it carries what happened since the last step, if anything did, and
@@ -361,6 +361,7 @@ class Engine:
         Args:
             wait_time: seconds spent on other labs since the last step.
             slow: the step is single-stepped or in slow motion.
+            device: what the GPU said of itself since the last step, for the record.
         """
         with self._lock:
             start = self.clock.now()
@@ -409,6 +410,7 @@ class Engine:
                 flops=result.flops,
                 bytes=result.bytes,
                 slow=slow,
+                device=device,
             )
             return self._finish_step(step)
 

@@ -23,7 +23,7 @@ from engine.core.engine import Engine
 from engine.core.outputs import ClosedRequest, OpenedRequest, TextCodec, TokenEvent
 from engine.core.runner import Runner
 from engine.core.sampling_params import SamplingParams
-from engine.core.trace import StepTrace
+from engine.core.trace import DeviceSample, StepTrace
 from engine.serve.protocol import LabInfo, LabUpdate, ModelInfo, Send
 from engine.serve.traffic import Traffic
 
@@ -74,6 +74,11 @@ class HostModel(Protocol):
         ...
 
 
+def nothing_sampled() -> DeviceSample | None:
+    """What a GPU that isn't there says of itself."""
+    return None
+
+
 class RefusalError(ValueError):
     """A command that can't be done; the message is for people."""
 
@@ -88,6 +93,7 @@ class Lab:
         post: takes updates.
         generation: number of the first engine.
         paused: whether it starts paused.
+        device_sample: what the GPU last said of itself; each sample goes into one step's record.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class Lab:
         *,
         generation: int = 1,
         paused: bool = False,
+        device_sample: Callable[[], DeviceSample | None] = nothing_sampled,
     ) -> None:
         self.name = name
         self.model = model
@@ -120,6 +127,7 @@ class Lab:
         self.turns_seen = 0.0
         """The host's total step time when this lab last stepped or became ready."""
         self._post = post
+        self._device_sample, self._sampled = device_sample, -1.0
         self._start(config, runner, generation)
 
     def _start(self, config: EngineConfig, runner: Runner, generation: int) -> None:
@@ -220,12 +228,20 @@ class Lab:
         if slow:
             self.clock.resume()
         refused = self._feed()
-        self.engine.step(wait_time=wait, slow=slow)
+        self.engine.step(wait_time=wait, slow=slow, device=self._new_sample())
         if slow:
             self.clock.pause()
         if not self.engine.has_unfinished():
             self.steps_asked = 0
         self.flush(notice=refused)
+
+    def _new_sample(self) -> DeviceSample | None:
+        """What the GPU said since the last step of this lab, if it said anything."""
+        sample = self._device_sample()
+        if sample is None or sample.time == self._sampled:
+            return None
+        self._sampled = sample.time
+        return sample
 
     def _feed(self) -> str:
         """Send what the workload has due; why a request was refused, unless that was told before."""
@@ -393,13 +409,23 @@ class LabSet:
         post: takes updates.
         max_labs: how many can be open at once.
         quota_bytes: how much all pools may take together.
+        device_sample: what the GPU last said of itself.
     """
 
-    def __init__(self, model: HostModel, post: Callable[[LabUpdate], None], *, max_labs: int, quota_bytes: int) -> None:
+    def __init__(
+        self,
+        model: HostModel,
+        post: Callable[[LabUpdate], None],
+        *,
+        max_labs: int,
+        quota_bytes: int,
+        device_sample: Callable[[], DeviceSample | None] = nothing_sampled,
+    ) -> None:
         self.model = model
         self.max_labs = max_labs
         self.quota_bytes = quota_bytes
         self._post = post
+        self._device_sample = device_sample
         self._labs: dict[str, Lab] = {}
         self._turn: list[str] = []
         """Names in the order of their turns."""
@@ -436,7 +462,16 @@ class LabSet:
             )
         config = self._config(fields)
         self._check_quota(config, self.pool_bytes)
-        lab = Lab(name, self.model, config, self.model.runner(config), self._post, generation=generation, paused=paused)
+        lab = Lab(
+            name,
+            self.model,
+            config,
+            self.model.runner(config),
+            self._post,
+            generation=generation,
+            paused=paused,
+            device_sample=self._device_sample,
+        )
         self._labs[name] = lab
         self._turn.append(name)
         lab.flush(info=True)

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from engine.core.trace import DeviceSample
 from engine.serve.labs import LabSet, RefusalError
 from engine.serve.protocol import LabUpdate, Send
 from engine.serve.scripted import FAILS, ScriptedModel
@@ -333,3 +334,13 @@ def test_an_arrival_counts_from_when_the_command_was_read_but_not_through_a_paus
     lab.send(Send(seq=1, lab="a", prompt="x"), received)
     trace = bench.posted[-1].opened[0].trace
     assert trace.queued - trace.arrival < 0.15
+
+
+def test_each_word_of_the_gpu_goes_into_one_step_of_each_lab() -> None:
+    bench = Bench()
+    said = iter([None, DeviceSample(time=1.0), DeviceSample(time=1.0), DeviceSample(time=2.0), DeviceSample(time=2.0)])
+    bench.labs = LabSet(bench.model, bench.posted.append, max_labs=2, quota_bytes=2**40, device_sample=lambda: next(said))
+    bench.open()
+    bench.send(max_tokens=5)
+    bench.run(5)
+    assert [step.device and step.device.time for step in bench.steps("a")] == [None, 1.0, None, 2.0, None]
