@@ -27,7 +27,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: bool) -
     if kernels:
         return _launch_norm(x, None, weight, eps)
     if x.dtype == torch.float32:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps)) * weight
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_() * weight
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))).to(x.dtype) * weight
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from engine.model.fused import add_rms_norm, rms_norm, silu_mul
 from engine.model.rope import rope_tables, rotate
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
@@ -75,7 +76,9 @@ class Transformer:
             self._cos, self._sin = self._tables(length)
 
     @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, plan: Plan) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, plan: Plan, fused: bool = False
+    ) -> torch.Tensor:
         """Hidden states [T, hidden] after the last layer, before the final norm; K and V are stored on the way.
 
         Args:
@@ -83,23 +86,33 @@ class Transformer:
             positions: [T] int64, each token's place in its own sequence.
             attention: the backend, with the KV pool.
             plan: what ``attention.plan`` made of this step's sequences.
+            fused: elementwise work in Triton kernels (``engine.model.fused``).
         """
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        x = F.embedding(token_ids, self.weights.embedding)
+        x, eps = F.embedding(token_ids, self.weights.embedding), self.spec.norm_eps
+        added: torch.Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
-            x = x + self._attend(index, layer, x, cos, sin, attention, plan)
-            x = x + self._feed_forward(layer, x)
-        return x
+            # Each branch is added where the next one's norm reads the sum anyway: one kernel for both.
+            if added is None:
+                normed = rms_norm(x, layer.input_norm, eps, fused)
+            else:
+                normed = add_rms_norm(x, added, layer.input_norm, eps, fused)
+            attended = self._attend(index, layer, normed, cos, sin, attention, plan, fused)
+            normed = add_rms_norm(x, attended, layer.post_norm, eps, fused)
+            gate_up = project(normed, layer.gate_up, layer.gate_up_bias)
+            added = F.linear(silu_mul(gate_up, fused), layer.down, layer.down_bias)
+        return x if added is None else x.add_(added)
 
     @torch.inference_mode()
-    def normalise(self, hidden: torch.Tensor) -> torch.Tensor:
+    def normalise(self, hidden: torch.Tensor, fused: bool = False) -> torch.Tensor:
         """The final norm, for the rows one needs."""
-        return rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps)
+        return rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps, fused)
 
     @torch.inference_mode()
-    def logits(self, normalised: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] in float32."""
-        return project(normalised, self.weights.head).float()
+    def logits(self, normalised: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [rows, vocabulary] in float32, written to ``out`` if given."""
+        logits = project(normalised, self.weights.head)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _attend(
         self,
@@ -110,22 +123,20 @@ class Transformer:
         sin: torch.Tensor,
         attention: Attention,
         plan: Plan,
+        fused: bool,
     ) -> torch.Tensor:
         spec = self.spec
         heads, rotated = spec.num_heads, spec.num_heads + spec.num_kv_heads
-        x = rms_norm(x, layer.input_norm, spec.norm_eps)
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, spec.qkv_heads, spec.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :heads] = rms_norm(qkv[:, :heads], layer.q_norm, spec.norm_eps)
-            qkv[:, heads:rotated] = rms_norm(qkv[:, heads:rotated], layer.k_norm, spec.norm_eps)
-        rotate(qkv[:, :rotated], cos, sin)
-        attended = attention.attend(index, qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, spec.num_kv_heads)), plan)
+            qkv[:, :heads] = rms_norm(qkv[:, :heads], layer.q_norm, spec.norm_eps, fused)
+            qkv[:, heads:rotated] = rms_norm(qkv[:, heads:rotated], layer.k_norm, spec.norm_eps, fused)
+        if attention.rotates:
+            attended = attention.attend_rotating(index, qkv, cos, sin, plan)
+        else:
+            rotate(qkv[:, :rotated], cos, sin)
+            attended = attention.attend(index, qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, spec.num_kv_heads)), plan)
         return F.linear(attended, layer.out, layer.out_bias)
-
-    def _feed_forward(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        x = rms_norm(x, layer.post_norm, self.spec.norm_eps)
-        gate, up = project(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
 
     def _tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = rope_tables(self.spec.rope, self.spec.head_dim, length, self.dtype)
@@ -142,12 +153,3 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     if few and ONE_DNN is not None:
         return ONE_DNN(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, x / sqrt(mean(x²) + eps) · weight, computed in float32."""
-    if x.dtype == torch.float32:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_() * weight
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))).to(x.dtype) * weight

@@ -12,6 +12,7 @@ Block 0 is the null block: zeros, read by padding, never written.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ import torch
 
 Plan = Any
 """What a backend prepared for one step; opaque to everybody else."""
+Upload = Callable[[Sequence[Any], torch.dtype], torch.Tensor]
+"""Numbers (nested lists of one shape) in, a tensor on the device out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,10 @@ class Attention(Protocol):
 
     name: str
     """For people: shown on the screen."""
+    rotates: bool
+    """Whether ``attend_rotating`` is there, which turns queries and keys by their positions while it stores them."""
+    upload: Upload
+    """How plans bring their numbers to the device; a runner may put a way in its place that doesn't wait."""
 
     @property
     def kv_pool_bytes(self) -> int:
@@ -70,6 +77,23 @@ class Attention(Protocol):
             layer: index of the layer.
             q: [T, H, D], rotated.
             kv: [T, 2, Hkv, D], keys (rotated) and values.
+            plan: of this step.
+
+        Returns:
+            [T, H · D].
+        """
+        ...
+
+    def attend_rotating(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: Plan
+    ) -> torch.Tensor:
+        """Rotate, store and attend; only where ``rotates`` is true.
+
+        Args:
+            layer: index of the layer.
+            qkv: [T, H + 2 · Hkv, D], not rotated; its queries are rotated in place, its keys and values are left undefined.
+            cos: [T, 1, D] or [T, D], contiguous.
+            sin: likewise, the first half negated (``engine.model.rope.rope_tables``).
             plan: of this step.
 
         Returns:

@@ -24,7 +24,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from engine.model.attention import Span
+from engine.model.attention import Plan, Span, Upload
 
 MOST_WASTED_BLOCKS = 64
 """Null blocks that a group of decodes may gather before a second call is cheaper."""
@@ -66,6 +66,7 @@ class SdpaAttention:
     """The reference backend. Pool: [layers, blocks + 1, block_size, 2, Hkv, D]; K and V of a token lie side by side."""
 
     name = "torch SDPA over gathered blocks"
+    rotates = False
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class SdpaAttention:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.group = num_heads // num_kv_heads
         self.dtype, self.device = dtype, device
+        self.upload: Upload = lambda values, dtype: torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
         self.pool: torch.Tensor | None = None
         if num_kv_blocks:
             shape = (num_layers, num_kv_blocks + 1, block_size, 2, num_kv_heads, head_dim)
@@ -129,6 +131,12 @@ class SdpaAttention:
         for prefill in plan.prefills:
             out[prefill.start : prefill.stop] = self._prefill(q, kv, pool, prefill)
         return out
+
+    def attend_rotating(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: Plan
+    ) -> torch.Tensor:
+        """Not offered: the transformer rotates."""
+        raise NotImplementedError(f"{self.name} does not rotate: rotate first, then attend")
 
     def _store(self, layer: int, kv: torch.Tensor, plan: SdpaPlan) -> torch.Tensor | None:
         if self.pool is None:
@@ -229,4 +237,4 @@ class SdpaAttention:
         return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
 
     def _ids(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+        return self.upload(values, torch.int64)

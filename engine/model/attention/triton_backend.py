@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.model.attention import Span
+from engine.model.attention import Plan, Span
 from engine.model.attention.sdpa import SdpaAttention
 from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
 
@@ -190,20 +190,9 @@ class TritonAttention(SdpaAttention):
         return self._attend(q, pool, block_size, plan)
 
     def attend_rotating(
-        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: TritonPlan
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: Plan
     ) -> torch.Tensor:
-        """Rotate, store and attend.
-
-        Args:
-            layer: index of the layer.
-            qkv: [T, H + 2 · Hkv, D], not rotated; its queries are rotated in place, its keys and values are left undefined.
-            cos: [T, 1, D] or [T, D], contiguous.
-            sin: likewise, the first half negated (``engine.model.rope.rope_tables``).
-            plan: of this step.
-
-        Returns:
-            [T, H · D].
-        """
+        """Rotate, store and attend; see ``Attention``."""
         kv = qkv[:, self.num_heads :].unflatten(1, (2, self.num_kv_heads))
         pool, block_size = self._pool_of(layer, kv)
         self._launch_store(qkv, (cos, sin), pool, plan.slots, num_q=self.num_heads)
@@ -281,7 +270,7 @@ class TritonAttention(SdpaAttention):
         return out
 
     def _int32(self, values: list[list[int]] | list[tuple[int, int, int, int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
+        return self.upload(values, torch.int32)
 
 
 def _keys(tile: tuple[int, int, int, int]) -> int:
