@@ -57,7 +57,7 @@ def pins() -> dict[str, str]:
 
 def distribution(module: str) -> str:
     """The package that brings a module, where their names differ."""
-    return {"yaml": "pyyaml"}.get(module, normal(module))
+    return {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}.get(module, normal(module))
 
 
 def normal(name: str) -> str:

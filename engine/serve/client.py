@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine.core.trace import DeviceSample
 from engine.observe.archive import Archive, model_facts, remove_stale
 from engine.observe.log import TraceLog
 from engine.serve.logfile import new_log, tail
@@ -45,6 +46,7 @@ from engine.serve.protocol import (
     CloseLab,
     Command,
     Control,
+    GpuNews,
     HostOptions,
     HostState,
     LabInfo,
@@ -101,6 +103,7 @@ class EngineClient:
 
     Attributes:
         state: what the host last said of itself and its model.
+        gpu: what the GPU last said of itself; None without one.
         on_change: called with each new state, on the reader's thread: keep them cheap.
     """
 
@@ -123,6 +126,7 @@ class EngineClient:
         self.model, self.device, self.dtype = model, device, dtype
         self.threads = threads
         self.state = HostState(state="stopped", stage="not started")
+        self.gpu: DeviceSample | None = None
         self.on_change: list[Callable[[HostState], None]] = []
         self._env = dict(env or {})
         self._host_command = list(host_command) if host_command else [sys.executable]
@@ -342,12 +346,14 @@ class EngineClient:
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
-    def _hear(self, link: _Link, message: HostState | LabUpdate | None, farewell: str = "") -> None:
+    def _hear(self, link: _Link, message: HostState | GpuNews | LabUpdate | None, farewell: str = "") -> None:
         """A message of the host, or its end. On the reader's thread."""
         if isinstance(message, LabUpdate):
             log = self._logs.get(message.lab)
             if log is not None:  # nobody asks for a forgotten lab's last news
                 self._tell(message.lab, log.apply(message))
+        elif isinstance(message, GpuNews):
+            self.gpu = message.sample
         elif message is not None:
             self._set_state(message)
         elif link is self._link:
@@ -379,6 +385,8 @@ class EngineClient:
     def _set_state(self, state: HostState) -> None:
         with self._state_changed:
             self.state = state
+            if state.state != "ready":
+                self.gpu = None
             self._state_changed.notify_all()
         for callback in tuple(self.on_change):
             try:

@@ -32,7 +32,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from engine.serve.labs import HostModel, LabSet, RefusalError, describe
+from engine.core.trace import DeviceSample
+from engine.serve.gpu_figures import Sampler, watch
+from engine.serve.labs import HostModel, LabSet, RefusalError, describe, nothing_sampled
 from engine.serve.outbox import Outbox
 from engine.serve.protocol import (
     MAX_FRAME,
@@ -41,6 +43,7 @@ from engine.serve.protocol import (
     CloseLab,
     Command,
     Control,
+    GpuNews,
     HostOptions,
     HostState,
     LabUpdate,
@@ -107,6 +110,7 @@ class Host:
         self._outbox = Outbox(options.backlog_units)
         self._inbox: queue.Queue[_Arrived | Callable[[], None]] = queue.Queue(INBOX_SIZE)
         self._labs: LabSet | None = None
+        self._gpu: Sampler | None = None
         self._state = HostState(state="starting")
         self._said = 0.0
         """When loading last told its progress."""
@@ -260,6 +264,7 @@ class Host:
         if self._labs is not None:
             self._labs.close_all("The model is being changed, so this lab was closed.")
             self._labs = None
+        self._stop_gpu()
         gc.collect()
         self._become(HostState(state="loading", stage="starting to load"))
         threading.Thread(target=self._load_on_thread, args=(command,), daemon=True, name="loader").start()
@@ -290,9 +295,21 @@ class Host:
         quota = self._options.kv_quota_bytes
         if quota is None:
             quota = int(model.free_bytes() * POOL_SHARE)
-        self._labs = LabSet(model, self._post, max_labs=self._options.max_labs, quota_bytes=quota)
+        self._gpu = watch(model.gpu, self._gpu_news)
+        sampled = self._gpu.latest if self._gpu is not None else nothing_sampled
+        self._labs = LabSet(model, self._post, max_labs=self._options.max_labs, quota_bytes=quota, device_sample=sampled)
         self._become(HostState(state="ready", model=model.info))
         self._reply(command.seq)
+
+    def _gpu_news(self, sample: DeviceSample | None) -> None:
+        """The GPU's figures changed. Runs on the sampler's thread."""
+        self._outbox.post(GpuNews(sample))
+
+    def _stop_gpu(self) -> None:
+        if self._gpu is not None:
+            self._gpu.stop()
+            self._gpu = None
+            self._outbox.post(GpuNews(None))
 
     def _post(self, update: LabUpdate) -> None:
         self._outbox.post_update(update)

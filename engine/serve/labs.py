@@ -24,6 +24,7 @@ from engine.core.outputs import ClosedRequest, OpenedRequest, TextCodec, TokenEv
 from engine.core.runner import Runner
 from engine.core.sampling_params import SamplingParams
 from engine.core.trace import DeviceSample, StepTrace
+from engine.serve.gpu_figures import GpuName
 from engine.serve.protocol import LabInfo, LabUpdate, ModelInfo, Send
 from engine.serve.traffic import Traffic
 
@@ -47,6 +48,8 @@ class HostModel(Protocol):
     """Longest sequence that the model computes, tokens."""
     codec: TextCodec
     eos_token_ids: frozenset[int]
+    gpu: GpuName | None
+    """The GPU that computes, by the names that NVML knows it by; None on a CPU."""
 
     def encode(self, text: str, *, chat: bool) -> list[int]:
         """Token ids of a text, wrapped in the chat template or with the model's usual special tokens."""

@@ -14,6 +14,7 @@ from engine.core.runner import Runner
 from engine.model.loader import load_model
 from engine.model.runner import ModelRunner, available_bytes
 from engine.serve.detokenizer import Codec
+from engine.serve.gpu_figures import GpuName
 from engine.serve.protocol import HostOptions, LoadModel, ModelInfo
 
 
@@ -36,6 +37,7 @@ class TorchModel:
         self.eos_token_ids = self._loaded.eos_token_ids
         self.info = ModelInfo(**dataclasses.asdict(self._loaded.info))
         self.context_limit = self._loaded.context_limit
+        self.gpu = gpu_name(self._loaded.transformer.device)
 
     def encode(self, text: str, *, chat: bool) -> list[int]:
         """Token ids of a text: as the user's turn of a chat, or plain with the model's usual special tokens."""
@@ -61,6 +63,16 @@ class TorchModel:
         """Bytes that are free now where pools live; half a terabyte where the system doesn't say."""
         free = available_bytes(self._loaded.transformer.device)
         return free if free is not None else 2**39
+
+
+def gpu_name(device: torch.device) -> GpuName | None:
+    """The names of a CUDA device that don't depend on which devices this process sees; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    place = [getattr(found, name, -1) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    bus = "{:08X}:{:02X}:{:02X}.0".format(*place) if min(place) >= 0 else ""  # older builds of torch don't tell
+    return GpuName(str(getattr(found, "uuid", "")), bus)
 
 
 def default_threads() -> int:

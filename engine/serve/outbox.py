@@ -18,7 +18,7 @@ from typing import TypeVar
 from engine.core.outputs import ClosedRequest, OpenedRequest, TokenEvent
 from engine.core.trace import StepTrace
 from engine.observe.log import step_units
-from engine.serve.protocol import HostState, LabUpdate, Message, Reply
+from engine.serve.protocol import GpuNews, HostState, LabUpdate, Message, Reply
 
 T = TypeVar("T")
 
@@ -165,19 +165,19 @@ class Outbox:
     def __init__(self, backlog_units: int) -> None:
         self._limit = backlog_units
         self._ready = threading.Condition()
-        self._queue: deque[Reply | HostState | _Pending] = deque()
+        self._queue: deque[Reply | HostState | GpuNews | _Pending] = deque()
         self._pending: dict[str, list[_Pending]] = {}
         self._replies = 0
         self._writing = False
 
-    def post(self, message: Reply | HostState) -> None:
-        """Queue a reply, or a host state (which takes the place of an unsent one)."""
+    def post(self, message: Reply | HostState | GpuNews) -> None:
+        """Queue a reply, or news of the host or the GPU (which take the place of unsent ones)."""
         with self._ready:
             if isinstance(message, Reply):
                 self._replies += 1
             else:
                 for place, other in enumerate(self._queue):
-                    if isinstance(other, HostState):
+                    if type(other) is type(message):
                         self._queue[place] = message
                         return
             self._queue.append(message)

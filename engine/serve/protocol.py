@@ -20,7 +20,7 @@ import msgspec
 
 from engine.core.config import EngineConfig
 from engine.core.outputs import ClosedRequest, EngineStats, OpenedRequest, TokenEvent
-from engine.core.trace import StepTrace
+from engine.core.trace import DeviceSample, StepTrace
 from engine.workload.traffic import TrafficReport
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -88,6 +88,12 @@ class HostState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     model: ModelInfo | None = None
     error: str = ""
     """What went wrong and what to do about it."""
+
+
+class GpuNews(msgspec.Struct, frozen=True, tag=True):
+    """What the GPU says of itself, rounded for a header; sent when it changed. None: nothing (any more)."""
+
+    sample: DeviceSample | None
 
 
 class LabInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,4 +254,4 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 Command = (
     LoadModel | OpenLab | CloseLab | Reconfigure | Send | Abort | Control | StartTraffic | ChangeTraffic | Lease | Shutdown
 )
-Message = Reply | HostState | LabUpdate
+Message = Reply | HostState | GpuNews | LabUpdate

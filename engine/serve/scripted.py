@@ -22,6 +22,7 @@ from engine.core.config import EngineConfig
 from engine.core.outputs import IncrementalDecoder, TextCodec
 from engine.core.request import Request
 from engine.core.runner import Runner, ScriptedRunner, StepBatch, StepResult
+from engine.serve.gpu_figures import GpuName
 from engine.serve.protocol import ModelInfo
 
 FAILS = 255
@@ -102,6 +103,7 @@ class ScriptedModel:
         self._seconds, self._kv_bytes = settings["seconds"], int(settings["kv_bytes"])
         self.codec: TextCodec = ByteCodec()
         self.eos_token_ids: frozenset[int] = frozenset()
+        self.gpu: GpuName | None = None
         self.info = _info(name, self._kv_bytes)
         self.context_limit = self.info.max_position
         _pretend_to_load(settings["load"], progress)
