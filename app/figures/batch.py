@@ -126,10 +126,10 @@ def batch_figure(
         label = {"yref": "y", "yanchor": "top", "xanchor": "left", "bgcolor": "rgba(0,0,0,0)"}
         notes.append(note(theme, f"token budget {budget:,}", 0, place(budget), **label))
     else:
-        notes.append(note(theme, f"scale 0–{top:,} tokens; the budget, {budget:,}, lies above it", 1, HIGH))
+        notes.append(note(theme, f"scale 0–{top:,} tokens; the budget, {budget:,}, is above", 1, HIGH))
     if by_kind:
         side = {"xanchor": "right"} if budget <= top else {"xanchor": "left"}
-        words = f"more than {MOST_LEVELS} requests a step: stacked by kind, the selected one apart"
+        words = f"over {MOST_LEVELS} requests: by kind"
         notes.append(note(theme, words, 1 if budget <= top else 0, HIGH, **side))
     return {
         "data": [*data, _waiting(shown, numbers, theme)],

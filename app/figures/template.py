@@ -35,6 +35,8 @@ def axis(theme: Theme, **changes: Any) -> dict[str, Any]:
         "gridcolor": theme.grid,
         "linecolor": theme.line,
         "tickfont": {"color": theme.muted, "size": 11},
+        "tickangle": 0,  # these two spare Plotly measuring every label, a third of the time a picture takes
+        "ticklabeloverflow": "allow",
         "title": {"font": {"color": theme.muted, "size": 11}, "standoff": 4},
     }
     merged = {**base, **changes}

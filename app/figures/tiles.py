@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from engine.core.outputs import EngineStats
-from engine.core.trace import RequestTrace, StepTrace
+from engine.core.trace import DeviceSample, RequestTrace, StepTrace
 from engine.observe.metrics import DEFINITIONS, PERCENTILE_METHOD, latencies, latency_values, ratio
 
 NEWEST = 200
@@ -46,7 +46,10 @@ def latency_rows(requests: Sequence[RequestTrace]) -> list[dict[str, Any]]:
 
 
 def gauges(stats: EngineStats, now: float, steps: Sequence[StepTrace]) -> list[dict[str, Any]]:
-    """Prompt and generation throughput, running, waiting, KV cache usage, hit rate, preemptions, step time."""
+    """Prompt and generation throughput, running, waiting, KV cache usage, hit rate, preemptions, step time.
+
+    Where the GPU timed the chosen step, also what its host asked, what it worked, and what it idled.
+    """
     prompt, generated, seconds = throughput(steps, now)
     over = f"Over the last {seconds:,.1f} s of engine time."
     return [
@@ -68,12 +71,45 @@ def gauges(stats: EngineStats, now: float, steps: Sequence[StepTrace]) -> list[d
             "finished", "Finished", stats.finished, "",
             f"Ended by themselves or at their limit; {stats.aborted} more were stopped, {stats.failed} failed.",
         ),
+        *_gpu_times(steps),
     ]  # fmt: skip
+
+
+def _computed(steps: Sequence[StepTrace]) -> StepTrace | None:
+    """The newest step that computed something."""
+    return next((step for step in reversed(steps) if step.scheduled), None)
+
+
+def _gpu_times(steps: Sequence[StepTrace]) -> list[dict[str, Any]]:
+    """Launch, GPU and idle time of the newest step that computed something, and what the GPU last said of itself."""
+    step = _computed(steps)
+    if step is None or step.gpu_time <= 0:
+        return []
+    found = []
+    for name in ("launch_time", "gpu_time", "gpu_idle_time"):
+        definition = DEFINITIONS[name]
+        text = f"Step {step.index}. {definition.text}"
+        found.append(_gauge(name, definition.label, 1000 * getattr(step, name), "ms", text))
+    said = next((one for one in reversed(steps) if one.device is not None), None)
+    if said is not None and said.device is not None:
+        found[1]["text"] += f" At step {said.index} the GPU said of itself: {gpu_words(said.device)}."
+    return found
+
+
+def gpu_words(sample: DeviceSample) -> str:
+    """What a GPU said of itself, with units: '43 % busy, 12.4 of 139.8 GiB, 310 W'; what it did not say is left out."""
+    words = [f"{100 * sample.utilisation:.0f} % busy"] if sample.utilisation is not None else []
+    if sample.memory_used is not None:
+        whole = f" of {sample.memory_total / 2**30:,.1f}" if sample.memory_total else ""
+        words.append(f"{sample.memory_used / 2**30:,.1f}{whole} GiB")
+    if sample.power is not None:
+        words.append(f"{sample.power:.0f} W")
+    return ", ".join(words)
 
 
 def _step_time(steps: Sequence[StepTrace]) -> tuple[float | None, str, str]:
     """(milliseconds, unit, where they went) of the newest step that computed something."""
-    step = next((step for step in reversed(steps) if step.scheduled), None)
+    step = _computed(steps)
     if step is None:
         return None, "ms", "How long the chosen step took."
     parts = [("schedule", step.schedule_time), ("prepare", step.prepare_time), ("forward", step.forward_time)]

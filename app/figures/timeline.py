@@ -16,11 +16,23 @@ ROWS = (8, 16)
 ENDS = {"stop": "ends by itself", "length": "reaches its token limit", "abort": "is stopped", "error": "fails"}
 
 
-def choose(requests: Sequence[RequestTrace], shown: Sequence[StepTrace], rows: int = ROWS[1]) -> list[RequestTrace]:
-    """At most ``rows`` requests to draw: those alive in the shown steps, the newest when there are too many."""
+def choose(
+    requests: Sequence[RequestTrace], shown: Sequence[StepTrace], rows: int = ROWS[1], selected: str | None = None
+) -> list[RequestTrace]:
+    """At most ``rows`` requests to draw, by arrival: the selected one, then the newest that work in the shown steps, then
+    the first of those that wait."""
     begin = shown[0].start if shown else 0.0
-    alive = [r for r in requests if r.finished < 0 or r.finished >= begin]
-    return sorted(alive or requests, key=lambda r: r.number)[-rows:]
+    alive = [r for r in requests if r.finished < 0 or r.finished >= begin] or list(requests)
+    working = {row.request_id for step in shown for row in step.scheduled}
+    ranked = sorted(
+        alive,
+        key=lambda r: (
+            r.request_id != selected,
+            r.request_id not in working,
+            -r.number if r.request_id in working else r.number,
+        ),
+    )
+    return sorted(ranked[:rows], key=lambda r: r.number)
 
 
 def timeline_figure(
@@ -72,7 +84,7 @@ def timeline_figure(
         _note_events(step, row_of, rows, requests, marks)
     names = [letter(request.number) for request in requests]
     return {
-        "data": [_heatmap(z, hover, frame, rows, levels), _ticks(marks["decode"], theme), *_markers(marks, theme)],
+        "data": [_heatmap(z, hover, frame, rows, levels), *_markers(marks, theme)],
         "layout": layout(
             theme,
             xaxis=axis(theme, range=[frame[0] - 0.5, frame[1] + 0.5], title="step", showgrid=False, dtick=5, tick0=0),
@@ -80,7 +92,7 @@ def timeline_figure(
                 theme, range=[rows - 0.5, -0.5], tickvals=list(range(len(names))), ticktext=names, showgrid=False,
                 tickfont={"color": theme.ink, "size": 12},
             ),
-            shapes=[] if cursor is None else [vertical_line(theme, cursor)],
+            shapes=[*_ticks(marks["decode"], theme), *([] if cursor is None else [vertical_line(theme, cursor)])],
         ),
     }  # fmt: skip
 
@@ -145,18 +157,10 @@ def _heatmap(
     }
 
 
-def _ticks(marks: Sequence[tuple[int, int, str]], theme: Theme) -> dict[str, Any]:
-    """A tick for each decode step: one line with gaps draws faster than as many markers do; the cells have the hover."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "decode",
-        "x": [value for x, _, _ in marks for value in (x, x, None)],
-        "y": [value for _, y, _ in marks for value in (y - 0.2, y + 0.2, None)],
-        "line": {"width": 1.5, "color": theme.ink},
-        "hoverinfo": "skip",
-        "cliponaxis": True,
-    }
+def _ticks(marks: Sequence[tuple[int, int, str]], theme: Theme) -> list[dict[str, Any]]:
+    """A tick for each decode step, all in one shape: markers, or lines with gaps, draw far slower. The cells have the hover."""
+    path = "".join(f"M{x},{y - 0.2:g}V{y + 0.2:g}" for x, y, _ in marks)
+    return [{"type": "path", "name": "decode", "path": path, "line": {"width": 1.5, "color": theme.ink}}] if path else []
 
 
 def _markers(marks: Mapping[str, list[tuple[int, int, str]]], theme: Theme) -> list[dict[str, Any]]:
@@ -179,4 +183,5 @@ def _markers(marks: Mapping[str, list[tuple[int, int, str]]], theme: Theme) -> l
             "cliponaxis": True,
         }
         for name, look in looks.items()
+        if marks[name]  # a trace costs time even when it is empty
     ]

@@ -191,7 +191,7 @@ def _batch(view: Scene) -> dict[str, Any]:
 
 def _timeline(view: Scene) -> dict[str, Any]:
     traces = [v.trace for v in view.log.requests]
-    rows = choose(traces, view.steps)
+    rows = choose(traces, view.steps, selected=view.look.selected)
     return {
         "figure": timeline_figure(view.steps, rows, view.frame, view.theme, _now(view), view.selected),
         "alt": timeline_alt(view.steps, rows),

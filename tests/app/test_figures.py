@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import plotly.graph_objects as go
@@ -15,7 +16,7 @@ from app.figures.pool import PoolView, Use, columns, pool_alt, pool_figure
 from app.figures.pool_groups import MOST_CELLS, Groups, per_cell
 from app.figures.story import story
 from app.figures.tiles import throughput
-from app.figures.timeline import timeline_figure
+from app.figures.timeline import choose, timeline_figure
 from app.live import moment
 from app.live.ledger import LiveLedger
 from app.live.moment import Look, encode, scene, sections, token_detail
@@ -154,7 +155,7 @@ def test_the_budget_line_shows_when_it_fits_and_is_announced_when_not(busy: Reco
     small.steps(2)
     layout = drawn(small)["batch"]["figure"]["layout"]
     assert not any(s.get("name") == "budget" for s in layout["shapes"])
-    assert "scale 0–8 tokens; the budget, 256, lies above it" in [note["text"] for note in layout["annotations"]]
+    assert "scale 0–8 tokens; the budget, 256, is above" in [note["text"] for note in layout["annotations"]]
 
 
 def test_a_square_root_axis_stacks_to_the_root_of_the_sum():
@@ -225,14 +226,38 @@ def test_pools_of_any_size_keep_their_frame(blocks: int):
     figure = pool_figure(view, DARK)
     check(figure)
     assert sum(cell is not None for row in trace(figure, "blocks")["z"] for cell in row) == blocks
-    assert len(trace(figure, "letters")["x"]) <= 300
-    assert len(figure["layout"]["shapes"]) <= 7
+    letters = [t for t in figure["data"] if t["name"] == "letters"]
+    assert bool(letters) == (blocks <= 1024)
+    assert all(len(t["x"]) <= 300 for t in letters)
+    assert len(figure["layout"]["shapes"]) <= 8
+
+
+@pytest.mark.parametrize("blocks", [128, 2048, 20_000])
+def test_what_is_not_filled_yet_is_drawn_in_pools_of_any_size(blocks: int):
+    view = PoolView(num_blocks=blocks, block_size=16, uses={3: [Use(0, 0, 4)], 50: [Use(1, 0, 15)], 51: [Use(1, 1, 16)]})
+    figure = pool_figure(view, LIGHT)
+    check(figure)
+    traces = [len(t["x"]) // 6 for t in figure["data"] if t["name"] == "unfilled"]
+    shapes = [s["path"].count("M") for s in figure["layout"]["shapes"] if s["name"] == "unfilled"]
+    assert sum(traces) + sum(shapes) == (2 if blocks < 8000 else len({3 // 10, 50 // 10}))
+    full = pool_figure(PoolView(num_blocks=blocks, block_size=16), LIGHT)
+    assert not [t for t in full["data"] if t["name"] == "unfilled"], "an empty pool has nothing half full"
 
 
 def test_pictures_stay_small(busy: Recorded):
     found = drawn(busy)
     assert len(json.dumps(found["batch"])) < 40_000
     assert len(json.dumps(found["timeline"])) < 40_000
+
+
+def test_a_timeline_shows_those_at_work_before_those_that_wait():
+    recorded = Recorded(max_num_seqs=4, num_kv_blocks=64)
+    ids = [recorded.add(4, max_tokens=40) for _ in range(40)]
+    recorded.steps(6)
+    steps, traces = recorded.log.steps(), recorded.log.traces()
+    assert [r.request_id for r in choose(traces, steps, 6)] == [*ids[:4], *ids[4:6]], "four at work, then the next to come"
+    assert [r.request_id for r in choose(traces, steps, 3)] == ids[1:4]
+    assert ids[30] in [r.request_id for r in choose(traces, steps, 3, selected=ids[30])]
 
 
 def test_a_timeline_tells_a_life(busy: Recorded):
@@ -292,8 +317,12 @@ def _timed(action: Any, clock: Any) -> float:
 def test_timeline_marks_stay_inside_the_frame(busy: Recorded):
     figure = timeline_figure(busy.log.steps(), busy.log.traces(), (1, 40), LIGHT)
     check(figure)
-    ticks = [x for x in trace(figure, "decode")["x"] if x is not None]
+    path = next(s["path"] for s in figure["layout"]["shapes"] if s["name"] == "decode")
+    ticks = [int(x) for x in re.findall(r"M(\d+),", path)]
+    rows = trace(figure, "life")["z"]
+    decodes = sum(1 + len(LIGHT.hues) <= (cell or 0) <= 2 * len(LIGHT.hues) for row in rows for cell in row)
     assert ticks
+    assert len(ticks) == decodes
     assert min(ticks) >= 1
     assert not math.isnan(figure["layout"]["xaxis"]["range"][0])
 

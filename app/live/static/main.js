@@ -395,7 +395,7 @@ class View {
       setText(this.counts.pool, `${s.pool.used} of ${s.pool.total} blocks in use` + (s.pool.cached ? ` · ${s.pool.cached} cached` : "") +
         (s.pool.per_cell > 1 ? ` · one cell is ${s.pool.per_cell} blocks` : "") + (s.pool.complete ? "" : " · its records are gone"));
     if (dirty.has("timeline") && s.timeline)
-      setText(this.counts.timeline, s.timeline.total > s.timeline.shown ? `${s.timeline.shown} of ${s.timeline.total} requests: the newest alive in these steps` : "");
+      setText(this.counts.timeline, s.timeline.total > s.timeline.shown ? `${s.timeline.shown} of ${s.timeline.total} requests: the newest at work in these steps` : "");
     this.root.classList.toggle("lab-empty", !s.requests || s.requests.length === 0);
     this.root.classList.toggle("lab-past", this.look.step !== null);
     this.probe.draws += 1;
