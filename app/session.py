@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from app import link
+from app.figures.tiles import gpu_words
 from app.live.ledger import LiveLedger
 from app.live.moment import Look, encode, scene, sections
 from app.owner import Owner
@@ -187,7 +188,8 @@ class Lab:
     def version(self) -> tuple[Any, ...]:
         """Changes whenever a viewer would see something new."""
         state = self.client.state
-        return (self.open, self._changes, self._log.version, state.state, state.stage, state.progress, state.error)
+        host = (state.state, state.stage, state.progress, state.error, self.client.gpu)
+        return (self.open, self._changes, self._log.version, *host)
 
     def wait_for_turn(self) -> None:
         """Block until an earlier lab of this token is gone from the host."""
@@ -319,6 +321,7 @@ class Lab:
             "stage": state.stage,
             "progress": state.progress,
             "error": state.error,
+            "gpu": gpu_words(self.client.gpu) if self.client.gpu is not None else "",
             "model": msgspec.structs.replace(state.model, name=public_name(state.model.name)) if state.model else None,
             "open": open_now,
             "mode": info.mode if info and open_now else None,

@@ -54,6 +54,7 @@ def throughput_rows(run: RunMetrics, refused: int = 0) -> list[dict[str, Any]]:
         ("goodput", good.rate if good else None, 2),
         ("attainment", good.attainment if good else None, 3),
         ("busy_share", device.busy_share, 3),
+        *([("gpu_idle_share", device.gpu_idle_share, 3)] if device.gpu_idle_share is not None else []),
         ("gflops", device.gflops, 1),
         ("gbytes", device.gbytes, 2),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from app.figures.palette import Theme, mix
 from app.figures.template import Figure, axis, layout
@@ -81,3 +82,61 @@ def anatomy_alt(steps: Sequence[StepTrace]) -> str:
     best = sorted(shares.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in best)
     return f"{len(computed)} steps; of their time: {named}."
+
+
+def timed_by_gpu(steps: Sequence[StepTrace]) -> list[StepTrace]:
+    """The steps that a GPU timed: none on a CPU."""
+    return [step for step in steps if step.gpu_time > 0]
+
+
+def gpu_figure(steps: Sequence[StepTrace], theme: Theme) -> Figure:
+    """Milliseconds that the GPU idled before and worked on each step, stacked; beside it what its host spent asking."""
+    shown = timed_by_gpu(steps)[-MOST_BARS:]
+    x = [step.index for step in shown]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar", "name": words, "x": x, "y": [round(1000 * getattr(step, name), 4) for step in shown],
+            "marker": {"color": colour, "pattern": {"shape": shape, "fgcolor": theme.ink, "size": 5}},
+            "hovertemplate": f"step %{{x}} · {words} %{{y:,.2f}} ms<extra></extra>",
+        }
+        for name, words, colour, shape in (
+            ("gpu_idle_time", "GPU idle before it", mix(theme.muted, theme.paper, 0.3), "."),
+            ("gpu_time", "GPU works", theme.hue(0), ""),
+        )
+    ]  # fmt: skip
+    data.append(
+        {
+            "type": "scatter", "mode": "markers", "name": "launch: the host asks for the work", "x": x,
+            "y": [round(1000 * step.launch_time, 4) for step in shown],
+            "marker": {"color": theme.hue(3), "symbol": "diamond", "size": 6, "line": {"color": theme.ink, "width": 1}},
+            "hovertemplate": "step %{x} · launch %{y:,.2f} ms<extra></extra>",
+        }
+    )  # fmt: skip
+    return {
+        "data": data,
+        "layout": layout(
+            theme,
+            barmode="stack",
+            bargap=0.15,
+            height=280,
+            margin={"l": 52, "r": 10, "t": 8, "b": 80},
+            showlegend=True,
+            legend={"orientation": "h", "y": -0.26, "x": 0, "font": {"size": 11, "color": theme.ink}},
+            xaxis=axis(theme, title="step"),
+            yaxis=axis(theme, title="ms", rangemode="tozero"),
+        ),
+    }
+
+
+def gpu_alt(steps: Sequence[StepTrace]) -> str:
+    """How long the GPU worked and idled over all given steps, in a sentence."""
+    timed = timed_by_gpu(steps)
+    work, idle = (sum(getattr(step, name) for step in timed) for name in ("gpu_time", "gpu_idle_time"))
+    launch = sum(step.launch_time for step in timed)
+    if not timed:
+        return "No step was timed by a GPU."
+    each = 1000 / len(timed)
+    return (
+        f"{len(timed)} steps timed by the GPU itself: it worked {work * each:,.2f} ms a step and idled "
+        f"{idle * each:,.2f} ms before it ({100 * idle / (work + idle):.0f} % of its time); its host spent {launch * each:,.2f} ms asking."
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import streamlit as st
 
-from app.figures.anatomy import anatomy_alt, anatomy_figure
+from app.figures.anatomy import anatomy_alt, anatomy_figure, gpu_alt, gpu_figure, timed_by_gpu
 from app.figures.palette import theme as theme_named
 from app.figures.request_life import request_life_alt, request_life_figure
 from app.reading import chosen_source
@@ -78,6 +78,9 @@ st.header("Where a step's time goes", divider="gray")
 if any(step.scheduled for step in steps):
     chart(anatomy_figure(steps, theme), anatomy_alt(steps), "anatomy")
     st.caption(anatomy_alt(steps))
+    if timed_by_gpu(steps):
+        chart(gpu_figure(steps, theme), gpu_alt(steps), "gpu")
+        st.caption(gpu_alt(steps))
 else:
     st.caption("Each bar will be one step, split into schedule, prepare, forward, sample and postprocess.")
 

@@ -17,7 +17,9 @@ export function renderHead(view, head) {
         ["lab-device", model.device, "Device that computes"],
         ["lab-dtype", model.dtype, "Number format of weights and KV cache"],
         ["lab-threads", `${model.threads} thread${model.threads === 1 ? "" : "s"}`, "CPU threads of the engine"],
-        ["lab-omp", `OpenMP: ${model.omp_wait}`, "How the engine's threads wait for each other"],
+        head.gpu
+          ? ["lab-gpu", head.gpu, "What the GPU says of itself (NVML), other programs included: share of the last second in which it worked, memory in use, power"]
+          : ["lab-omp", `OpenMP: ${model.omp_wait}`, "How the engine's threads wait for each other"],
       ]
     : [];
   const words = {
