@@ -17,7 +17,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One engine configuration: immutable, validated when built, the same names as vLLM where vLLM has the knob.
 
     Fields left at ``None`` are resolved when the object is built, so a constructed ``EngineConfig`` holds
-    no ``None`` except ``seed``. Units: lengths and budgets are tokens, sizes are blocks.
+    no ``None`` except ``seed`` and ``gpu_memory_utilization``. Units: lengths and budgets are tokens, sizes are blocks.
 
     Raises:
         ConfigError: (a ``ValueError``) naming the field, its value, the limit and what to change.
@@ -33,6 +33,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens whose K and V one KV block holds."""
     num_kv_blocks: int = 512
     """Usable KV blocks in the pool (the null block 0 comes on top). vLLM: ``num_gpu_blocks_override``."""
+    gpu_memory_utilization: float | None = None
+    """Share of the GPU's memory that the lab may fill: ``num_kv_blocks`` is then sized from what is free after weights,
+    activations and graphs, when the engine is made. None: ``num_kv_blocks`` as given. Refused on a CPU."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Who is served first and who is preempted last: arrival order, or (priority, arrival)."""
     enable_chunked_prefill: bool | None = None
@@ -65,6 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _require_bool("use_kv_cache", self.use_kv_cache)
         if self.seed is not None:
             _require_int("seed", self.seed, 0)
+        if self.gpu_memory_utilization is not None:
+            self._check_memory_share(self.gpu_memory_utilization)
         self._resolve_combinations()
         self._check_token_budget()
         if self.kv_layout == "contiguous" and self.reserve == "max_model_len" and self.kv_capacity < self.max_model_len:
@@ -73,6 +78,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"num_kv_blocks={self.num_kv_blocks} x block_size={self.block_size} = {self.kv_capacity}: raise "
                 f"num_kv_blocks to {-(-self.max_model_len // self.block_size)}, lower max_model_len, or set "
                 f"reserve='request'"
+            )
+
+    def _check_memory_share(self, share: object) -> None:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={share!r} must be above 0 and at most 1: 0.9 lets the lab fill nine tenths of the "
+                f"GPU's memory; leave it out to set num_kv_blocks instead"
+            )
+        if not self.use_kv_cache:
+            raise ConfigError(
+                f"gpu_memory_utilization={share:g} sizes the KV pool, and use_kv_cache=False has none: leave "
+                f"gpu_memory_utilization out or set use_kv_cache=True"
             )
 
     def _resolve_combinations(self) -> None:
@@ -154,6 +171,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ConfigError: for an unknown field or an impossible value.
         """
         return build_config({**msgspec.structs.asdict(self), **changes})
+
+
+def require_gpu(config: EngineConfig, device: str) -> None:
+    """Refuse settings that only a GPU can follow.
+
+    Args:
+        config: the settings.
+        device: what computes instead, for the message.
+
+    Raises:
+        ConfigError: saying what to set instead.
+    """
+    if config.gpu_memory_utilization is not None:
+        raise ConfigError(
+            f"gpu_memory_utilization={config.gpu_memory_utilization:g} sizes the KV pool from a GPU's memory, but here "
+            f"{device} computes: leave gpu_memory_utilization out and set num_kv_blocks"
+        )
 
 
 def build_config(fields: dict[str, Any]) -> EngineConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.core.config import ConfigError, EngineConfig, build_config
+from engine.core.config import ConfigError, EngineConfig, build_config, require_gpu
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,20 @@ def test_unknown_settings_list_the_known_ones_and_vllms_name_is_understood():
     with pytest.raises(ConfigError, match=r"'max_seqs'.*max_num_seqs"):
         build_config({"max_seqs": 3})
     assert build_config({"num_gpu_blocks_override": 5}).num_kv_blocks == 5
+
+
+def test_a_share_of_the_gpus_memory_is_above_0_and_at_most_1():
+    assert EngineConfig().gpu_memory_utilization is None
+    for share in (0.9, 1, 1e-9):
+        assert EngineConfig(gpu_memory_utilization=share).gpu_memory_utilization == share
+    for wrong in (0, 0.0, -0.1, 1.01, float("nan"), float("inf"), "0.9", True):
+        with pytest.raises(ConfigError, match=r"gpu_memory_utilization=.* above 0 and at most 1.*num_kv_blocks"):
+            EngineConfig(gpu_memory_utilization=wrong)
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.5 .*use_kv_cache=False"):
+        EngineConfig(gpu_memory_utilization=0.5, use_kv_cache=False)
+
+
+def test_where_there_is_no_gpu_a_share_of_its_memory_is_refused_with_a_way_out():
+    require_gpu(EngineConfig(), "the CPU")
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.9 .*the CPU computes.*set num_kv_blocks"):
+        require_gpu(EngineConfig(gpu_memory_utilization=0.9), "the CPU")
