@@ -52,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How much a contiguous extent reserves: the limit of any request, or this one's prompt + max_tokens."""
     use_kv_cache: bool = True
     """False: every step computes the whole sequence again."""
+    async_scheduling: bool = False
+    """Schedule each step while the one before it is still computed, so that the device need not wait for the host."""
     max_num_queued_requests: int = 1024
     """Longest waiting queue; a request beyond it is refused."""
     seed: int | None = 0
@@ -66,6 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _require_choice("kv_layout", self.kv_layout, ("paged", "contiguous"))
         _require_choice("reserve", self.reserve, ("max_model_len", "request"))
         _require_bool("use_kv_cache", self.use_kv_cache)
+        _require_bool("async_scheduling", self.async_scheduling)
         if self.seed is not None:
             _require_int("seed", self.seed, 0)
         if self.gpu_memory_utilization is not None:
@@ -103,6 +106,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     "kv_layout='contiguous' needs a KV cache to lay out: set use_kv_cache=True or kv_layout='paged'"
                 )
         obstacle = self._whole_prompt_reason()
+        if obstacle and self.async_scheduling:
+            raise ConfigError(
+                f"async_scheduling=True can't work with {obstacle}, which decides a step by the tokens of the one before: "
+                f"set async_scheduling=False or change {obstacle.split('=')[0]}"
+            )
         self._resolve_switch("enable_chunked_prefill", obstacle)
         if not obstacle and self.kv_layout == "contiguous":
             obstacle = "kv_layout='contiguous'"

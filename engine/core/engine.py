@@ -8,9 +8,10 @@ import math
 import os
 import threading
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from copy import copy as copy_struct
 
+from engine.core.ahead import AheadScheduler, Flight, async_runner, await_tokens, concerned, in_vain, take_off
 from engine.core.block_pool import BlockHash
 from engine.core.clock import Clock, MonotonicClock
 from engine.core.config import EngineConfig
@@ -26,7 +27,7 @@ from engine.core.outputs import (
     TokenEvent,
 )
 from engine.core.request import Request, Status
-from engine.core.runner import Runner, StepResult
+from engine.core.runner import PENDING, AsyncRunner, Runner, StepResult
 from engine.core.sampling_params import SamplingParams
 from engine.core.scheduler import Plan, Scheduler, StaticScheduler
 from engine.core.stop import check_tokens, take_text
@@ -50,6 +51,9 @@ class Engine:
         plan   = scheduler.schedule()            who computes how many tokens
         result = runner.execute(plan)            the forward pass, one token for each sampling request
         postprocess(plan, result)                append, detokenise, finish, free; write the StepTrace
+
+    With ``async_scheduling`` the next step is scheduled and handed to the device before the tokens of this one are known:
+    ``engine.core.ahead`` has the picture.
 
     All public methods may be called from any thread; they wait for a step in progress.
 
@@ -85,7 +89,8 @@ class Engine:
         self._listener = listener
         self._events: list[Event] = []
         self._kv = make_kv_cache(config, self._record, block_hash)
-        make = StaticScheduler if config.batching == "static" else Scheduler
+        continuous = AheadScheduler if config.async_scheduling else Scheduler
+        make = StaticScheduler if config.batching == "static" else continuous
         self._scheduler: Scheduler = make(config, self._kv, self._record)
         self._live: dict[str, Request] = {}
         self._done: OrderedDict[str, Request] = OrderedDict()
@@ -96,7 +101,13 @@ class Engine:
         self._counts = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._refused = 0
         self._generated = 0
+        self._wasted = 0
         self._steps = 0
+        """Steps whose record is complete; those in flight have the numbers that follow."""
+        self._last_end = -math.inf
+        self._flights: list[Flight] = []
+        """Steps that are submitted and not collected, first one first: at most two, and one between two calls."""
+        self._async_runner = async_runner(runner) if config.async_scheduling else None
         self._keyframe: Keyframe | None = self._snapshot()
         self._lock = threading.RLock()
 
@@ -312,6 +323,7 @@ class Engine:
 
     def _close(self, request: Request, reason: FinishReason, error: str = "", scrub: bool = False) -> None:
         """End a request before its time, or after it produced its last token."""
+        request.drop_pending()
         forks, request.forks = request.forks, []
         if forks and request.status is Status.RUNNING:
             self._scheduler.seats_taken -= len(forks)
@@ -364,72 +376,159 @@ class Engine:
             device: what the GPU said of itself since the last step, for the record.
         """
         with self._lock:
-            start = self.clock.now()
-            plan = self._scheduler.schedule()
-            if not plan.work:
-                return self._idle_step(start, plan)
-            used, cached = self._kv.pool.num_referenced, self._kv.pool.num_cached
-            running, seats = len(self._scheduler.running), self._scheduler.seats_taken
+            if self._async_runner is not None:
+                return self._step_ahead(self._async_runner, wait_time, slow, device)
+            flight = self._schedule(wait_time, slow)
+            if not flight.plan.work:
+                return self._idle_step(flight)
+            result = self._execute(flight)
+            return self._complete(flight, result, slow, device)
+
+    def _step_ahead(
+        self, runner: AsyncRunner, wait_time: float, slow: bool, device: DeviceSample | None = None
+    ) -> StepTrace:
+        """Have a step in flight, put the next one behind it, and collect the first; see ``engine.core.ahead``."""
+        if not self._flights:
+            flight = self._launch(runner, wait_time, slow)
+            if not flight.plan.work:
+                return self._idle_step(flight)
+            wait_time = 0.0
+        first = self._flights[0]
+        if not first.failure:
+            after = self._launch(runner, wait_time, slow)
+            if not after.plan.work:
+                first.plan.preemptions += after.plan.preemptions
+                first.wait_time += wait_time
+        return self._land(runner, slow, device)
+
+    def _launch(self, runner: AsyncRunner, wait_time: float, slow: bool) -> Flight:
+        """Schedule a step and hand it to the device."""
+        flight = self._schedule(wait_time, slow)
+        if not flight.plan.work:
+            return flight
+        self._begin_record(flight.index + 1)
+        take_off(flight.plan)
+        batch = flight.plan.batch(flight.index, self._kv.take_scrub())
+        try:
+            flight.handle = runner.submit(batch)
+            await_tokens(flight.plan)
+        except Exception as error:
+            self._kv.return_scrub(batch.scrub)
+            flight.failure = f"{type(error).__name__}: {error}"
+        self._flights.append(flight)
+        return flight
+
+    def _land(self, runner: AsyncRunner, slow: bool = False, device: DeviceSample | None = None) -> StepTrace:
+        """Wait for the first step in flight and hand out its tokens."""
+        flight = self._flights[0]
+        result = StepResult([])
+        if not flight.failure:
+            try:
+                result = runner.collect(flight.handle)
+            except Exception as error:
+                flight.failure = f"{type(error).__name__}: {error}"
+        del self._flights[0]
+        return self._complete(flight, result, slow, device)
+
+    def _schedule(self, wait_time: float, slow: bool) -> Flight:
+        """Decide a step; what happened before belongs to its record."""
+        start = self.clock.now()
+        plan = self._scheduler.schedule()
+        flight = Flight(
+            index=self._steps + len(self._flights),
+            plan=plan,
+            start=start,
+            keyframe=self._keyframe,
+            kv_used=self._kv.pool.num_referenced,
+            kv_cached=self._kv.pool.num_cached,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            seats=self._scheduler.seats_taken,
+            wait_time=wait_time,
+            slow=slow,
+        )
+        if plan.work:
             for row in plan.rows:
                 trace = row.request.trace
                 if trace.first_scheduled < 0:
                     trace.first_scheduled = start
                 trace.slow = trace.slow or slow
-            events, self._events = self._events, []
-            scheduled_at = self.clock.now()
-            result, failure = self._execute(plan)
-            end = self.clock.now()
-            rows = self._postprocess(plan, result, failure, end)
-            index = self._steps
-            self._steps += 1
-            step = StepTrace(
-                index=index,
-                start=start,
-                schedule_time=scheduled_at - start,
-                prepare_time=result.prepare_time,
-                forward_time=result.forward_time,
-                sample_time=result.sample_time,
-                launch_time=result.launch_time,
-                gpu_time=result.gpu_time,
-                gpu_idle_time=result.gpu_idle_time,
-                postprocess_time=self.clock.now() - end,
-                wait_time=wait_time,
-                end=end,
-                scheduled=rows,
-                token_budget=self.config.token_budget,
-                seats=seats,
-                num_running=running,
-                num_waiting=len(self._scheduler.waiting),
-                blocked=plan.blocked,
-                preemptions=tuple(plan.preemptions),
-                events=tuple(events),
-                events_after=tuple(self._events),
-                keyframe=self._keyframe,
-                kv_used=used,
-                kv_cached=cached,
-                flops=result.flops,
-                bytes=result.bytes,
-                slow=slow,
-                device=device,
-            )
-            return self._finish_step(step)
+            flight.events, self._events = self._events, []
+        flight.scheduled = self.clock.now()
+        return flight
+
+    def _complete(self, flight: Flight, result: StepResult, slow: bool, device: DeviceSample | None) -> StepTrace:
+        """The step's tokens are known: hand them out and write its record."""
+        end = self.clock.now()
+        postprocess = self._postprocess if self._async_runner is None else self._postprocess_late
+        rows = postprocess(flight.plan, result, flight.failure, end)
+        if slow and not flight.slow:
+            for row in flight.plan.rows:
+                row.request.trace.slow = True
+        self._steps += 1
+        last = not self._flights
+        step = StepTrace(
+            index=flight.index,
+            start=flight.start,
+            schedule_time=flight.scheduled - flight.start,
+            prepare_time=result.prepare_time,
+            forward_time=result.forward_time,
+            sample_time=result.sample_time,
+            launch_time=result.launch_time,
+            gpu_time=result.gpu_time,
+            gpu_idle_time=result.gpu_idle_time,
+            postprocess_time=self.clock.now() - end,
+            wait_time=flight.wait_time,
+            overlap=max(0.0, self._last_end - flight.start),
+            end=end,
+            scheduled=rows,
+            token_budget=self.config.token_budget,
+            seats=flight.seats,
+            num_running=flight.running,
+            num_waiting=flight.waiting,
+            blocked=flight.plan.blocked,
+            preemptions=tuple(flight.plan.preemptions),
+            events=tuple(flight.events),
+            events_after=tuple(self._events) if last else (),
+            keyframe=flight.keyframe,
+            kv_used=flight.kv_used,
+            kv_cached=flight.kv_cached,
+            flops=result.flops,
+            bytes=result.bytes,
+            slow=slow or flight.slow,
+            device=device,
+        )
+        self._last_end = end
+        return self._finish_step(step, last)
 
     def flush_events(self) -> StepTrace | None:
-        """Record what happened since the last step without computing one: a paused lab's pictures stay true."""
+        """Record what happened since the last step without computing one: a paused lab's pictures stay true.
+
+        While a step is in flight the next record will tell it; a step that nobody needs any more is collected for that.
+        """
         with self._lock:
+            if self._flights and self._async_runner is not None:
+                return None if self._live else self._land(self._async_runner)
             return self._idle_record(self.clock.now()) if self._events else None
 
-    def _finish_step(self, step: StepTrace) -> StepTrace:
-        self._events = []
-        self._keyframe = self._snapshot() if self._steps % KEYFRAME_EVERY == 0 else None
+    def _finish_step(self, step: StepTrace, last: bool = True) -> StepTrace:
+        """Report the record. After the last step in flight, what happens next belongs to a step not yet scheduled."""
+        if last:
+            self._begin_record(self._steps)
         if self._listener:
             self._listener.stepped(step)
         return step
 
-    def _idle_step(self, start: float, plan: Plan) -> StepTrace:
+    def _begin_record(self, index: int) -> None:
+        """What happens from here on belongs to step ``index``, which starts with a keyframe if one is due."""
+        self._events = []
+        self._keyframe = self._snapshot() if index % KEYFRAME_EVERY == 0 else None
+
+    def _idle_step(self, flight: Flight) -> StepTrace:
         if self._scheduler.waiting:
-            raise RuntimeError(f"nothing could be scheduled although {self._scheduler.waiting[0]} waits: {plan.blocked}")
-        return self._idle_record(start)
+            head, blocked = self._scheduler.waiting[0], flight.plan.blocked
+            raise RuntimeError(f"nothing could be scheduled although {head} waits: {blocked}")
+        return self._idle_record(flight.start)
 
     def _idle_record(self, start: float) -> StepTrace:
         pool = self._kv.pool
@@ -451,14 +550,15 @@ class Engine:
         self._steps += 1
         return self._finish_step(step)
 
-    def _execute(self, plan: Plan) -> tuple[StepResult, str]:
-        """Run the plan; a runner that fails as a whole fails all requests of the step, and the engine goes on."""
-        batch = plan.batch(self._steps, self._kv.take_scrub())
+    def _execute(self, flight: Flight) -> StepResult:
+        """Run the step; a runner that fails as a whole fails all its requests, and the engine goes on."""
+        batch = flight.plan.batch(flight.index, self._kv.take_scrub())
         try:
-            return self._runner.execute(batch), ""
+            return self._runner.execute(batch)
         except Exception as error:
             self._kv.return_scrub(batch.scrub)
-            return StepResult([]), f"{type(error).__name__}: {error}"
+            flight.failure = f"{type(error).__name__}: {error}"
+            return StepResult([])
 
     def _postprocess(self, plan: Plan, result: StepResult, failure: str, now: float) -> tuple[Scheduled, ...]:
         """Hand each sampled token to its request, offer full blocks to others, and end what is done."""
@@ -481,25 +581,45 @@ class Engine:
                         sampled[request.request_id] = tokens[position]
                         self._append(request, tokens[position], logprobs[position] if logprobs else None, now)
                     position += 1
-        get = sampled.get
-        return tuple(
-            [
-                Scheduled(
-                    row.request.request_id,
-                    row.kind,
-                    row.num_tokens,
-                    row.context,
-                    row.cached,
-                    row.recomputed,
-                    get(row.request.request_id, -1) if row.samples else -1,
-                )
-                for row in plan.rows
-            ]
-        )
+        return _records(plan, sampled)
+
+    def _postprocess_late(self, plan: Plan, result: StepResult, failure: str, now: float) -> tuple[Scheduled, ...]:
+        """The same where the next step is already in flight: requests may have ended or been preempted meanwhile."""
+        self._wasted += in_vain(plan)
+        failed = {row.request.request_id for row in plan.rows} if failure else result.nonfinite
+        if failed:
+            self._fail(plan, failed, failure)
+        sampled: dict[str, int] = {}
+        position = 0
+        for work in plan.work:
+            computed = work.context + len(work.token_ids)
+            if work.request and work.request.status is Status.RUNNING:
+                self._kv.commit_until(work.request, computed)
+            for request in concerned(work):
+                request.in_flight -= len(work.token_ids)
+            for request in () if failure else work.samples:
+                if request.status is not Status.FINISHED:
+                    sampled[request.request_id] = result.tokens[position]
+                    top = result.logprobs[position] if result.logprobs else None
+                    self._append_late(request, computed, result.tokens[position], top, now)
+                position += 1
+        return _records(plan, sampled)
+
+    def _append_late(self, request: Request, place: int, token: int, logprobs: dict | None, now: float) -> None:
+        """The token takes the place of its placeholder; one that a later step samples stays behind it."""
+        later = len(request.token_ids) - place - 1
+        del request.token_ids[place:]
+        self._append(request, token, logprobs, now)
+        if request.status is not Status.FINISHED:
+            request.token_ids += [PENDING] * later
 
     def _fail(self, plan: Plan, failed: frozenset[str] | set[str], failure: str) -> None:
-        """End requests whose numbers are not finite (or all of the step): alone, with their blocks zeroed before reuse."""
-        for work in plan.work:
+        """End requests whose numbers are not finite (or all of the step): alone, with their blocks zeroed before reuse.
+
+        Samples that a step in flight forks off the prompt of such a request end too: they read the same blocks.
+        """
+        forked_ahead = [work for later in self._flights for work in later.plan.work if len(work.samples) > 1]
+        for work in [*plan.work, *forked_ahead]:
             if work.request is None:
                 continue
             error = failure or (
@@ -508,7 +628,7 @@ class Engine:
             )
             for request in work.samples or (work.request,):
                 hit = work.request.request_id in failed or request.request_id in failed
-                if hit and request.status is Status.RUNNING:
+                if hit and request.status is not Status.FINISHED:
                     self._close(request, "error", error, scrub=True)
 
     def _append(self, request: Request, token: int, logprobs: dict | None, now: float) -> None:
@@ -528,14 +648,14 @@ class Engine:
             self._listener.token(
                 TokenEvent(request.request_id, request.num_output_tokens - 1, token, text, self._steps, top)
             )
-        if reason and request.status is Status.RUNNING:  # the listener may have aborted it
+        if reason and request.status is not Status.FINISHED:  # the listener may have aborted it
             self._close(request, reason)
 
     # ------------------------------------------------------------------ looking in
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._live)
+        """Whether any request waits or runs, or a step is in flight."""
+        return bool(self._live or self._flights)
 
     def has_pending_events(self) -> bool:
         """Whether something happened since the last step that only the next record will tell."""
@@ -602,6 +722,7 @@ class Engine:
                 tokens_resumed=counters.tokens_resumed,
                 tokens_generated=self._generated,
                 tokens_padded=counters.tokens_padded,
+                tokens_wasted=self._wasted,
                 prefix_queries=counters.prefix_queries,
                 prefix_query_blocks=counters.prefix_query_blocks,
                 prefix_hit_blocks=counters.prefix_hit_blocks,
@@ -638,6 +759,7 @@ class Engine:
         with self._lock:
             scheduler = self._scheduler
             scheduler.check()
+            self._check_pending()
             waiting_forks = [fork for r in [*scheduler.waiting, *scheduler.running] for fork in r.forks]
             queued = {r.request_id for r in [*scheduler.waiting, *scheduler.running, *waiting_forks]}
             if queued != set(self._live):
@@ -646,6 +768,41 @@ class Engine:
                 raise RuntimeError(
                     f"idle, but {self._kv.pool.num_referenced} blocks and {scheduler.seats_taken} seats are held"
                 )
+
+    def _check_pending(self) -> None:
+        """A request ends in a placeholder for each step in flight that samples for it, and counts what they compute."""
+        works = [(work, not flight.failure) for flight in self._flights for work in flight.plan.work]
+        pending = Counter(request for work, submitted in works if submitted for request in work.samples)
+        computed = Counter[Request]()
+        for work, _ in works:
+            computed.update(dict.fromkeys(concerned(work), len(work.token_ids)))
+        for request in self._live.values():
+            known = request.num_tokens - pending[request]
+            if request.token_ids[known - 1 :].count(PENDING) != pending[request] or request.token_ids[known - 1] == PENDING:
+                raise RuntimeError(f"{request} ends in {request.token_ids[-3:]} with {pending[request]} tokens in flight")
+            if request.in_flight != computed[request]:
+                raise RuntimeError(
+                    f"{request} counts {request.in_flight} positions in flight: there are {computed[request]}"
+                )
+
+
+def _records(plan: Plan, sampled: dict[str, int]) -> tuple[Scheduled, ...]:
+    """The rows of a step for its record, with the tokens that requests got."""
+    get = sampled.get
+    return tuple(
+        [
+            Scheduled(
+                row.request.request_id,
+                row.kind,
+                row.num_tokens,
+                row.context,
+                row.cached,
+                row.recomputed,
+                get(row.request.request_id, -1) if row.samples else -1,
+            )
+            for row in plan.rows
+        ]
+    )
 
 
 def _completion(request: Request) -> CompletionOutput:

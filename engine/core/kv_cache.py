@@ -79,21 +79,31 @@ class KVCache:
     def commit(self, request: Request) -> None:
         """The request's computed positions are written: offer its new full blocks to others."""
 
+    def commit_until(self, request: Request, num_tokens: int) -> None:
+        """The same for its first ``num_tokens`` positions, where steps in flight still compute the others."""
+
     def release(self, request: Request, *, scrub: bool = False) -> None:
         """Take everything from the request, tail first, so that the beginning of the sequence is evicted last.
 
-        ``scrub``: zero what nobody else holds or knows before its reuse.
+        ``scrub``: zero what nobody else holds or knows before its reuse. What steps in flight write is zeroed in any case:
+        when it turns out to be NaN, somebody else may hold the block already.
         """
         blocks = tuple(reversed(request.block_table))
+        suspects = blocks if scrub else self._written_in_flight(request) if request.in_flight else ()
         request.block_table = []
         if not blocks:
             return
         self.pool.release(blocks)
         self._record(Event("free", request.request_id, blocks))
-        if scrub:
-            dirty = [b for b in blocks if not self.pool.ref_count[b] and not self.pool.is_cached(b)]
+        if suspects:
+            dirty = [b for b in suspects if not self.pool.ref_count[b] and not self.pool.is_cached(b)]
             self._scrub.extend(dirty)
             self._record(Event("scrub", request.request_id, tuple(dirty)))
+
+    def _written_in_flight(self, request: Request) -> list[int]:
+        size = self._config.block_size
+        known = request.num_computed_tokens - request.in_flight
+        return request.block_table[known // size : blocks_for(request.num_computed_tokens, size)]
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str:
         """Why such a request can never run, with the numbers; '' when it can."""
@@ -240,6 +250,15 @@ class PagedKVCache(KVCache):
         full = request.num_computed_tokens // self._block_size
         if request.num_cached_blocks >= full:
             return
+        self._offer(request, full)
+
+    def commit_until(self, request: Request, num_tokens: int) -> None:
+        """Register each block that became full within the first ``num_tokens`` positions."""
+        full = num_tokens // self._block_size
+        if self._caching and request.num_cached_blocks < full:
+            self._offer(request, full)
+
+    def _offer(self, request: Request, full: int) -> None:
         digests = self._digests(request, full)
         for index in range(request.num_cached_blocks, full):
             block = request.block_table[index]

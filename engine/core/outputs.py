@@ -84,6 +84,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_generated: int = 0
     tokens_padded: int = 0
     """Row-steps of a static batch that computed padding."""
+    tokens_wasted: int = 0
+    """Of ``tokens_computed``, those of requests that had ended already: ``async_scheduling`` learns it one step late."""
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_query_blocks: int = 0

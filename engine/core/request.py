@@ -29,7 +29,8 @@ class Request:
                   K and V of these are stored
 
     There is no prefill and no decode state: a request needs ``num_tokens - num_computed_tokens`` more positions computed,
-    which is the rest of the prompt at first and 1 later on.
+    which is the rest of the prompt at first and 1 later on. With ``async_scheduling`` the list of tokens ends in ``PENDING``
+    while a step that samples for the request is in flight.
     """
 
     request_id: str
@@ -65,6 +66,8 @@ class Request:
     """Samples that wait for this one's prompt to be computed."""
     group: list[Request] = field(init=False, default_factory=list)
     """All samples of the request, this one included, when n > 1."""
+    in_flight: int = field(init=False, default=0)
+    """The last of the computed positions, as many as steps in flight compute: whether K and V are finite isn't known yet."""
     shared: bool = field(init=False, default=False)
     """Whether a partial block of the table may be shared, so that writing needs a look at the reference count."""
     logprobs: list[dict[int, Logprob]] = field(init=False, default_factory=list)
@@ -85,7 +88,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far, pending ones included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -95,8 +98,16 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The generated token ids (a copy)."""
-        return self.token_ids[self.num_prompt_tokens :]
+        """The generated token ids as far as they are known (a copy)."""
+        known = self.token_ids[self.num_prompt_tokens :]
+        while known and known[-1] < 0:
+            known.pop()
+        return known
+
+    def drop_pending(self) -> None:
+        """The request ends: the tokens that are not known yet never come."""
+        while self.token_ids[-1] < 0:
+            self.token_ids.pop()
 
     def __repr__(self) -> str:
         done = f"{self.num_computed_tokens}/{self.num_tokens} tokens computed"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from engine.core.clock import Clock, VirtualClock
 from engine.core.outputs import Logprob
 from engine.core.request import Request
+
+PENDING = -1
+"""A token that is not known yet, at the end of ``Work.token_ids``: the one that the step submitted before samples."""
 
 
 class Work(msgspec.Struct, gc=False):
@@ -78,6 +81,38 @@ class Runner(Protocol):
 
         Raises:
             Exception: the step failed as a whole (out of memory, device error); the engine ends its requests with "error".
+        """
+        ...
+
+
+class AsyncRunner(Protocol):
+    """A ``Runner`` may have these two as well: it can be asked for a step before the one in front of it is done.
+
+    Everything that ``submit`` asks of the device runs after all that was asked before (one stream), so a block that a
+    finished request gave back may be written by a later step while an earlier one still reads it.
+
+    Where ``Work.token_ids`` ends in ``PENDING``, the token is the one that ``Work.request`` (by identity; it may have been
+    a fork) samples in the step submitted just before; the runner fills it in, on the device. ``request.token_ids`` ends in
+    ``PENDING`` then too. The placeholder of the token that a step itself samples is appended after ``submit`` has
+    returned, so ``num_output_tokens`` means in ``submit`` what it means in ``execute``. Requests with penalties are never
+    submitted with a pending token.
+    """
+
+    def submit(self, batch: StepBatch) -> object:
+        """Start computing and don't wait for the tokens; returns a handle for ``collect``.
+
+        Whatever is needed of the batch is read before this returns: block tables and token lists change afterwards.
+
+        Raises:
+            Exception: as ``execute``. The step is not collected, and a later one is asked again to scrub its blocks.
+        """
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a step. Handles come in the order of submission, each once, also when the step before failed.
+
+        Raises:
+            Exception: as ``execute``. What was asked to be scrubbed must have been scrubbed all the same.
         """
         ...
 

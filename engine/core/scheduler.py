@@ -95,6 +95,8 @@ class Scheduler:
         """In admission order."""
         self.seats_taken = 0
         self._record = record
+        self._stores = config.use_kv_cache
+        self._threshold = config.long_prefill_token_threshold
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -146,10 +148,10 @@ class Scheduler:
 
     def _wanted(self, request: Request, budget: int) -> int:
         """Tokens this request gets: what is missing, capped by threshold and budget."""
-        if not self.config.use_kv_cache:
+        if not self._stores:
             request.num_computed_tokens = 0
         wanted = len(request.token_ids) - request.num_computed_tokens
-        threshold = self.config.long_prefill_token_threshold
+        threshold = self._threshold
         if wanted > threshold > 0 and len(self.running) + len(self.waiting) > 1:
             wanted = threshold
         return min(wanted, budget)
@@ -160,6 +162,9 @@ class Scheduler:
         while index < len(running) and plan.budget > 0:
             request = running[index]
             num_tokens = self._wanted(request, plan.budget)
+            if not num_tokens:  # only with async_scheduling: its next token must be known first
+                index += 1
+                continue
             copies = self.kv.grow(request, num_tokens)
             while copies is None:
                 victim = self._victim()

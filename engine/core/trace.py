@@ -11,6 +11,10 @@ A step has two moments::
 ``events_after`` is what the sampled tokens brought about. Replaying both from a keyframe rebuilds the pool, every block
 table and the queues exactly (``engine.observe.replay``).
 
+With ``async_scheduling`` a step is scheduled before the tokens of the one in front of it are known. The order of what
+happens is then schedule 0 │ schedule 1 │ after 0, schedule 2 │ after 1, schedule 3 │ …: what the tokens of step 0 bring
+about is told by the ``events`` of step 2, and ``events_after`` is empty unless nothing was scheduled behind a step.
+
 Times are seconds of the engine's clock; durations are seconds.
 """
 
@@ -59,7 +63,7 @@ class Scheduled(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``num_tokens`` positions from ``context`` on were computed. ``recomputed`` of them had been computed before (after a
     preemption, or without a KV cache). ``cached`` tokens came from the prefix cache when it was admitted in this step.
     A ``fork`` row computes nothing: the sample takes its first token from its parent's logits. ``sampled`` is -1 when the
-    row did not sample.
+    row did not sample, or when its token was thrown away because the request had ended or failed.
     """
 
     request_id: str
@@ -141,6 +145,8 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU's pause between the work of the step before and this step's; 0 on a CPU, and where the engine paused."""
     wait_time: float = 0.0
     """Spent before this step on steps of other labs on the same host."""
+    overlap: float = 0.0
+    """Of the time from ``start`` on, what passed until the step before ended: with ``async_scheduling`` steps overlap."""
     end: float = 0.0
     """Engine time at which the sampled tokens were known: every token of the step bears it."""
     scheduled: tuple[Scheduled, ...] = ()
@@ -168,6 +174,11 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Taken while single-stepping or in slow motion: left out of percentiles."""
     device: DeviceSample | None = None
     """The GPU's own figures, where a new sample was there when the step ended: at most one a second."""
+
+    @property
+    def duration(self) -> float:
+        """Seconds that the step took, or that it added where it overlaps with the step before."""
+        return self.end - self.start - self.overlap
 
     @property
     def num_tokens(self) -> int:

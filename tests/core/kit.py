@@ -9,9 +9,9 @@ from engine.core.clock import VirtualClock
 from engine.core.config import EngineConfig, build_config
 from engine.core.engine import Engine
 from engine.core.request import Request
-from engine.core.runner import StepBatch, StepResult, Work
+from engine.core.runner import PENDING, StepBatch, StepResult, Work
 from engine.core.sampling_params import SamplingParams
-from engine.core.trace import StepTrace
+from engine.core.trace import Keyframe, StepTrace
 
 VOCABULARY = 53
 NAN = -1
@@ -61,6 +61,8 @@ class MemoryRunner:
         self.fail_next: Exception | None = None
         self.script: Callable[[Request], int] | None = None
         """Overrides the token that a request samples."""
+        self.sick: set[str] = set()
+        """Requests that were poisoned while a later step was in flight: what they read there is NaN, and they say so."""
         self._links: dict[str, list[int]] = {}
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -81,6 +83,7 @@ class MemoryRunner:
             error, self.fail_next = self.fail_next, None
             for work in batch.work:
                 self._write(work, poisoned=True)
+            self._fall_ill(batch.work)
             raise error
         for block in batch.scrub:
             assert block != 0, "the null block is scrubbed"
@@ -88,6 +91,9 @@ class MemoryRunner:
         self._copy(batch.copies)
         nonfinite = frozenset(w.request.request_id for w in batch.work if w.request and w.request.request_id in self.poison)
         self.poison -= nonfinite
+        if self.config.async_scheduling:
+            nonfinite |= {w.request.request_id for w in batch.work if w.request and w.request.request_id in self.sick}
+            self._fall_ill([w for w in batch.work if w.request and w.request.request_id in nonfinite])
         written: set[tuple[int, int]] = set()
         for work in batch.work:
             slots = self._write(work, bool(work.request and work.request.request_id in nonfinite))
@@ -106,6 +112,9 @@ class MemoryRunner:
             tokens.extend(self._sample(request, last) for request in work.samples)
         assert self.blocks[0] == [STALE] * self.config.block_size, "the null block was written"
         return StepResult(tokens, nonfinite=nonfinite)
+
+    def _fall_ill(self, works: Iterable[Work]) -> None:
+        self.sick.update(request.request_id for work in works for request in (work.request, *work.samples) if request)
 
     def _sample(self, request: Request, last: int) -> int:
         return self.script(request) if self.script else next_token(last, request.sample_index)
@@ -161,6 +170,57 @@ class MemoryRunner:
         return found[-1]
 
 
+class QueueRunner(MemoryRunner):
+    """A device with a queue: ``submit`` is computed at once, in order; what it sampled is told when it is collected."""
+
+    def __init__(self, config: EngineConfig, clock: VirtualClock | None = None) -> None:
+        super().__init__(config, clock)
+        self.in_flight: list[int] = []
+        """Handles that were submitted and not collected."""
+        self.fail_collect = False
+        """The next step that is submitted fails when it is collected."""
+        self._count = 0
+        self._results: dict[int, StepResult | Exception] = {}
+        self._sampled: dict[Request, int] = {}
+
+    def submit(self, batch: StepBatch) -> int:
+        """Fill in pending tokens from what the step before sampled, and compute."""
+        handle, self._count = self._count, self._count + 1
+        assert len(self.in_flight) < 2, "more than one step ahead"
+        ends = [work for work in batch.work if work.token_ids[-1] == PENDING]
+        for work in ends:
+            assert work.request is not None
+            assert work.request.token_ids[-1] == PENDING
+            assert not work.request.params.has_penalties
+            work.token_ids[-1] = work.request.token_ids[-1] = self._sampled.get(work.request, 0)
+        try:
+            assert not any(PENDING in work.token_ids for work in batch.work)
+            self._results[handle] = self._compute(batch)
+        finally:
+            for work in ends:
+                work.request.token_ids[-1] = PENDING  # type: ignore[union-attr]
+        self.in_flight.append(handle)
+        return handle
+
+    def _compute(self, batch: StepBatch) -> StepResult | Exception:
+        failing, self.fail_collect = self.fail_collect, False
+        self._sampled, requests = {}, [request for work in batch.work for request in work.samples]
+        result = self.execute(batch)
+        if failing:
+            self._fall_ill(batch.work)
+            return RuntimeError("lost on the device")
+        self._sampled = dict(zip(requests, result.tokens, strict=True))
+        return result
+
+    def collect(self, handle: int) -> StepResult:
+        """What the step sampled."""
+        assert self.in_flight.pop(0) == handle, "collected out of order"
+        result = self._results.pop(handle)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
 def make(
     runner: Any = None,
     *,
@@ -171,11 +231,12 @@ def make(
     vocab_size: int | None = None,
     **fields: Any,
 ) -> Engine:
-    """An engine on a virtual clock; ``runner`` None: a ``MemoryRunner``, found again as ``engine.runner``."""
+    """An engine on a virtual clock, with its ``runner`` or the class of one; found again as ``engine.runner``."""
     fields.setdefault("max_model_len", 256)
     config = build_config(fields)
     clock = VirtualClock()
-    runner = runner or MemoryRunner(config, clock)
+    if runner is None or isinstance(runner, type):
+        runner = (runner or MemoryRunner)(config, clock)
     engine = Engine(
         config,
         runner,
@@ -188,6 +249,20 @@ def make(
     )
     engine.runner = runner  # type: ignore[attr-defined]
     return engine
+
+
+def note_schedules(engine: Engine) -> dict[int, Keyframe]:
+    """The state right after each step was scheduled, by the step's index: filled in while the engine runs."""
+    schedule, states = engine._schedule, {}
+
+    def noting(*args: Any) -> Any:
+        flight = schedule(*args)
+        if flight.plan.work:
+            states[flight.index] = engine.snapshot()
+        return flight
+
+    engine._schedule = noting  # type: ignore[method-assign]
+    return states
 
 
 def prompt_of(length: int, start: int = 1) -> list[int]:

@@ -47,6 +47,11 @@ class Model:
 
     def step(self, step: StepTrace) -> None:
         """Apply one record."""
+        self.before(step)
+        self.after(step)
+
+    def before(self, step: StepTrace) -> None:
+        """Apply what happened up to the scheduling of the step."""
         for event in step.events:
             self.apply(event)
         for row in step.scheduled:
@@ -54,6 +59,9 @@ class Model:
                 self.computed[row.request_id] = row.context + row.num_tokens
             elif row.kind == "fork" and row.request_id in self.computed:
                 self.computed[row.request_id] = row.context
+
+    def after(self, step: StepTrace) -> None:
+        """Apply what its tokens brought about."""
         for event in step.events_after:
             self.apply(event)
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.core.engine import RequestRefused
 from engine.core.trace import StepTrace
-from tests.core.kit import VOCABULARY, add, assert_idle, make, oracle, prompt_of
+from tests.core.kit import VOCABULARY, MemoryRunner, QueueRunner, add, assert_idle, make, note_schedules, oracle, prompt_of
 from tests.core.replay_model import Model
 
 ACTIONS = Counter[str]()
@@ -32,6 +32,7 @@ configurations = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 5),
         "max_num_queued_requests": st.sampled_from([3, 100, 100, 100]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "async_scheduling": st.booleans(),
     },
     optional={
         "max_num_batched_tokens": st.integers(1, 40),
@@ -74,6 +75,7 @@ def possible(fields: dict, baseline: dict) -> dict:
     whole = baseline.get("batching") == "static" or "use_kv_cache" in baseline
     if whole:
         fields.pop("enable_chunked_prefill", None)
+        fields["async_scheduling"] = False
     if baseline:
         fields.pop("enable_prefix_caching", None)
     if whole or fields.get("enable_chunked_prefill") is False:
@@ -90,12 +92,15 @@ def bad_hash(parent, tokens, salt):
 class EngineMachine(RuleBasedStateMachine):
     """One engine and what must be true of it."""
 
-    @initialize(fields=configurations, baseline=baselines, weak_hash=st.booleans())
-    def build(self, fields, baseline, weak_hash):
-        self.engine = make(block_hash=bad_hash if weak_hash else None, **possible(fields, baseline))
+    @initialize(fields=configurations, baseline=baselines, weak_hash=st.booleans(), queue=st.booleans())
+    def build(self, fields, baseline, weak_hash, queue):
+        runner = QueueRunner if queue else MemoryRunner
+        self.engine = make(runner, block_hash=bad_hash if weak_hash else None, **possible(fields, baseline))
         self.engine.runner.keep_batches = False
         self.config = self.engine.config
+        self.scheduled = note_schedules(self.engine)
         self.asked: dict[str, dict] = {}
+        self.wasted = 0
         self.model = Model.of(self.engine.snapshot())
 
     @rule(options=requests)
@@ -138,18 +143,25 @@ class EngineMachine(RuleBasedStateMachine):
         step = self.engine.step()
         assert self.engine.runner.faults == []
         if unfinished or pending:
-            self.model.step(step)
-            assert self.model.keyframe() == self.engine.snapshot()
+            self.model.before(step)
+            assert not step.scheduled or self.model.keyframe() == self.scheduled.pop(step.index)
+            self.model.after(step)
+            assert self.scheduled or self.model.keyframe() == self.engine.snapshot()
+            assert not self.scheduled or step.events_after == ()
         assert unfinished == (step.num_tokens > 0), "a step with unfinished requests computes something, another nothing"
         assert step.num_tokens <= self.config.token_budget
         assert step.num_running <= step.seats <= self.config.max_num_seqs
         assert step.kv_used + step.kv_cached <= (self.config.num_kv_blocks if self.config.use_kv_cache else 0)
         SEEN["copies on write"] += sum(event.op == "cow" for event in step.events)
-        assert not step.preemptions or not any(event.op == "admit" for event in step.events)
+        SEEN["tokens computed in vain"] += self.engine.stats().tokens_wasted - self.wasted
+        self.wasted = self.engine.stats().tokens_wasted
+        if not self.config.async_scheduling:
+            assert not step.preemptions or not any(event.op == "admit" for event in step.events)
+            assert self.wasted == 0
         return step
 
     @rule(
-        kind=st.sampled_from(["abort"] * 6 + ["NaN"] * 4 + ["runner raises", "abort all"]),
+        kind=st.sampled_from(["abort"] * 6 + ["NaN"] * 4 + ["runner raises", "device raises", "abort all"]),
         which=st.integers(0, 30),
         sample=st.sampled_from(["", "", "#1", "#2", "#9"]),
     )
@@ -159,7 +171,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.abort(str(which % (len(self.asked) + 1)), sample)
         elif kind == "abort all":
             self.engine.abort_all()
-            assert not self.engine.has_unfinished()
+            assert self.engine.stats().running == self.engine.stats().waiting == 0
+            assert self.engine.has_unfinished() == bool(self.scheduled)
+        elif kind == "device raises" and isinstance(self.engine.runner, QueueRunner):
+            self.engine.runner.fail_collect = True
         elif kind == "NaN" and running:
             self.engine.runner.poison.add(running[which % len(running)])
         else:
@@ -207,12 +222,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.kv_stored_tokens <= stats.kv_reserved_tokens == len(held) * config.block_size
         for name in state.waiting:
             assert name not in state.tables
+        assert len(self.scheduled) <= 1
+        assert all(min(entry.tokens) >= 0 for entry in engine._kv.pool._known.values())
 
     def teardown(self):
         if not hasattr(self, "engine"):
             return
         engine = self.engine
-        engine.runner.fail_next = None
+        engine.runner.fail_next, engine.runner.fail_collect = None, False
         engine.runner.poison.clear()
         work = sum(a["n"] * (len(a["prompt"]) + a["max_tokens"]) for a in self.asked.values())
         limit = 20 + 4 * work  # a generous bound: every step computes something, and recomputation ends
@@ -224,6 +241,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert not engine.has_unfinished(), f"not drained after {limit} steps"
         assert_idle(engine)
         stats = engine.stats()
+        if isinstance(engine.runner, QueueRunner):
+            assert engine.runner.in_flight == []
         SEEN["preemptions"] += stats.preemptions
         SEEN["prefix-cache hits"] += stats.prefix_hit_blocks
         SEEN["evictions"] += stats.evictions
