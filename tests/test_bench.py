@@ -1,12 +1,7 @@
 """Speeds and ceilings: the arithmetic, on steps made up so that every result is known."""
 
-import subprocess
-import sys
-
 import pytest
-import torch
 
-from engine.bench import gpu_check
 from engine.bench.ceilings import Ceilings
 from engine.bench.speed import Case, Speed, counted, summarise, table
 from engine.core.trace import Scheduled, StepTrace
@@ -57,30 +52,3 @@ def test_the_table_names_ceilings_and_the_binding_one():
     )
     assert "copy 100.0 GB/s" in text
     assert "| decode | 40.0 | 100.0 | 50.0 | 1 | bandwidth | 50 % |" in text
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run make gpu-check")
-def test_without_a_gpu_the_check_says_so_and_succeeds():
-    done = subprocess.run(
-        [sys.executable, "-m", "engine.bench.gpu_check"], cwd=gpu_check.ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "no CUDA device: nothing was checked" in done.stdout
-
-
-def test_results_become_a_page_and_a_document(tmp_path):
-    ceilings = {"device": "cuda:0", "dtype": "bfloat16", "threads": 0, "copy_bandwidth": 4e12, "matmul_rate": 7e14}
-    speed = {
-        "name": "decode", "steps": 2, "tokens": 8, "tokens_per_second": 40.0, "step_ms": 1.0, "bandwidth": 2e12,
-        "rate": 1e12, "bound": "bandwidth", "share": 0.5,
-    }  # fmt: skip
-    runs = [
-        {"model": "tiny", "dtype": "bfloat16", "ceilings": ceilings, "speeds": [speed]},
-        {"model": "smollm2", "dtype": "bfloat16", "error": "RuntimeError: out of memory"},
-    ]
-    gpu_check.write({"gpu": "A GPU", "torch": "2.13.0", "cuda": "13.0", "tests": "passed", "runs": runs}, tmp_path)
-    page = (tmp_path / "gpu_check.md").read_text()
-    assert "# GPU check: A GPU" in page
-    assert "copy 4000.0 GB/s" in page
-    assert "Failed: RuntimeError: out of memory" in page
-    assert (tmp_path / "gpu_check.json").exists()

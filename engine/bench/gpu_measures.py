@@ -1,0 +1,422 @@
+"""The measures of a GPU check: what each runs, what it is to reach, and what could be reached at best.
+
+A measure is a function of a ``Bench`` that returns a ``Reading``. It warms up first (kernels compile, graphs are captured,
+clocks rise), then repeats, and asks nothing of the machine but time until its deadline.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine.bench import gpu_peers
+from engine.bench.ceilings import measure_ceilings
+from engine.bench.gpu_bench import (
+    Bench,
+    Run,
+    StepKernels,
+    breakdown,
+    full_decodes,
+    idle_share,
+    mean_bytes,
+    median_step,
+    profile_decode,
+    run_load,
+    slope,
+)
+from engine.bench.gpu_report import Goal, NotHere, Reading, Unit, show
+from engine.bench.gpu_shapes import (
+    LLAMA_3_1_8B,
+    LLAMA_3_2_1B,
+    QWEN3_0_6B,
+    SMOLLM2_135M,
+    Load,
+    Shape,
+    even_load,
+    nano_vllm_load,
+)
+from engine.core.engine import Engine
+
+TINY_KERNELS = 1000
+"""Kernels in the graph that tells how long a kernel takes at least."""
+DATASHEET_BANDWIDTH = 4.8e12
+"""Bytes a second of an H200's memory by its datasheet; for comparison, never as a measured ceiling."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One line of the table."""
+
+    name: str
+    title: str
+    unit: Unit
+    run: Callable[[Bench], Reading]
+    seconds: float
+    """Time it may take; it plans its repeats by it, and is stopped when it takes much more."""
+    goal: Goal | None = None
+
+
+# ---------------------------------------------------------------------- ceilings
+
+
+def ceilings(bench: Bench) -> Reading:
+    """Copy bandwidth, matrix rate, and the shortest time of a kernel inside a graph."""
+    measured = measure_ceilings(bench.device, bench.dtype, bench.sizes.ceilings_seconds)
+    kernel = kernel_seconds(bench)
+    return Reading(
+        [measured.copy_bandwidth],
+        notes=[
+            f"Copy: {show(measured.copy_bandwidth, 'B/s')}, bytes read plus bytes written.",
+            f"Matrix product in {measured.dtype}, random numbers: {show(measured.matmul_rate, 'FLOP/s')}.",
+            f"A kernel that does next to nothing takes {1e6 * kernel:.2f} µs when {TINY_KERNELS:,} of them follow each other"
+            + (" in a CUDA graph." if bench.device.type == "cuda" else "; without a GPU these are plain calls."),
+        ],
+        details={
+            "copy_bandwidth": measured.copy_bandwidth,
+            "matmul_rate": measured.matmul_rate,
+            "kernel_seconds": kernel,
+            "dtype": measured.dtype,
+        },
+    )
+
+
+def kernel_seconds(bench: Bench) -> float:
+    """Seconds from one dependent kernel to the next: in a replayed graph on a GPU, called one by one elsewhere."""
+    counter = torch.zeros(32, device=bench.device)
+
+    def work() -> None:
+        for _ in range(TINY_KERNELS):
+            counter.add_(1.0)
+
+    replay = work
+    if bench.device.type == "cuda":
+        work()
+        bench.synchronise()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        replay = graph.replay
+    best = float("inf")
+    for _ in range(5):
+        bench.synchronise()
+        start = time.perf_counter()
+        replay()
+        bench.synchronise()
+        best = min(best, time.perf_counter() - start)
+    return best / TINY_KERNELS
+
+
+# ---------------------------------------------------------------------- batch 1
+
+
+def decode(bench: Bench, shape: Shape) -> Reading:
+    """Tokens a second of one sequence, the quicker way of driving the engine; ceilings by bytes and by kernels."""
+    sizes, spec = bench.sizes, bench.shape(shape).spec
+    load = even_load(1, sizes.decode_prompt, sizes.decode_tokens, spec.vocab_size)
+    pool = {"max_num_seqs": 1, "num_kv_blocks": load.blocks(16), "max_model_len": load.longest}
+    readings = []
+    for label, fields in bench.variants():
+        with bench.engine(shape, **pool, **fields) as engine:
+            runs = [run_load(engine, load)]
+
+            def one(engine: Engine = engine, runs: list[Run] = runs) -> float:
+                runs.append(run_load(engine, load))
+                return 1.0 / median_step(runs[-1].steps, 1)
+
+            reading = Reading(bench.repeat(one))
+            kernels = profile_decode(bench, engine, load)
+        steps = runs[-1].steps
+        reading.details = {"driven": label, "steps": breakdown([step for step, _ in full_decodes(steps, 1)])}
+        reading.notes = [f"{label}: {show(reading.value, 'tokens/s')}."]
+        _add_decode_ceilings(bench, reading, mean_bytes(steps, 1), kernels)
+        readings.append(reading)
+    return best_of(readings, max)
+
+
+def best_of(readings: list[Reading], choose: Callable[..., Reading]) -> Reading:
+    """The reading with the best value (``max`` or ``min``); it takes over the first note and the details of the others."""
+    best = choose(readings, key=lambda reading: reading.value)
+    others = [reading for reading in readings if reading is not best]
+    best.notes += [reading.notes[0] for reading in others]
+    best.details["others"] = [reading.details for reading in others]
+    return best
+
+
+def _add_decode_ceilings(bench: Bench, reading: Reading, moved: float, kernels: StepKernels | str) -> None:
+    bandwidth, kernel = bench.ceiling("copy_bandwidth"), bench.ceiling("kernel_seconds")
+    if bandwidth:
+        reading.ceilings["bandwidth"] = bandwidth / moved
+        reading.notes.append(f"A token moves {moved / 1e9:.3f} GB (weights and KV): {show(moved * reading.value, 'B/s')}.")
+    if isinstance(kernels, str):
+        reading.notes.append(kernels)
+        return
+    reading.notes.append(kernels.sentence())
+    reading.details["kernels"] = {"a_step": kernels.kernels, "launches": kernels.launches, "top": kernels.top}
+    if kernel:
+        reading.ceilings["kernels"] = 1.0 / (kernels.kernels * kernel)
+
+
+def prefill(bench: Bench, shape: Shape) -> Reading:
+    """Operations a second over one long prompt, computed in one step; from the step's start to the sampled token."""
+    count, spec = bench.sizes.prefill_tokens, bench.shape(shape).spec
+    loads = iter(even_load(1, count, 1, spec.vocab_size, seed) for seed in range(bench.sizes.repeats + 1))
+    fields: dict[str, Any] = {"max_num_seqs": 1, "num_kv_blocks": -(-(count + 1) // 16), "max_model_len": count + 1}
+    with bench.engine(shape, max_num_batched_tokens=count, **fields) as engine:
+        steps = [run_load(engine, next(loads)).steps[0]]
+
+        def one() -> float:
+            steps.append(run_load(engine, next(loads)).steps[0])
+            return steps[-1].flops / (steps[-1].end - steps[-1].start)
+
+        reading = Reading(bench.repeat(one))
+    last = steps[-1]
+    reading.details = {"steps": breakdown([last]), "flops": last.flops, "bytes": last.bytes}
+    tokens = count * reading.value / last.flops
+    reading.notes = [
+        f"{count:,} tokens in one step: {show(tokens, 'tokens/s')}.",
+        f"{last.flops / 1e12:.4g} TFLOP are counted: 2 · parameters · tokens, and attention up to each token.",
+    ]
+    rate, bandwidth = bench.ceiling("matmul_rate"), bench.ceiling("copy_bandwidth")
+    if rate and bandwidth:
+        reading.ceilings = {"matmul": rate, "bandwidth": last.flops * bandwidth / last.bytes}
+    return reading
+
+
+def itl_slope(bench: Bench, shape: Shape) -> Reading:
+    """Bytes a second that longer contexts add: slope of bytes over time, over decode steps at several contexts.
+
+    Prompts grow by what the prefix cache does not hold yet, so the longest one is computed once, not the sum of all.
+    """
+    sizes, spec = bench.sizes, bench.shape(shape).spec
+    whole = even_load(sizes.slope_batch, sizes.slope_contexts[-1], sizes.slope_tokens, spec.vocab_size)
+    blocks = bench.pool_blocks(shape, whole.blocks(16) + 2 * sizes.slope_batch)
+    fields: dict[str, Any] = {"max_num_seqs": sizes.slope_batch, "num_kv_blocks": blocks, "max_model_len": whole.longest}
+    budget = max(sizes.prefill_tokens, sizes.slope_batch)
+    points: list[dict[str, float]] = []
+    with bench.engine(shape, enable_prefix_caching=True, max_num_batched_tokens=budget, **fields) as engine:
+        for context in sizes.slope_contexts:
+            cut = [prompt[:context] for prompt in whole.prompts]
+            load = Load(cut, whole.output_tokens)
+            run_load(engine, load)
+            for repeat in range(sizes.repeats):
+                steps = run_load(engine, load).steps
+                seconds, moved = median_step(steps, sizes.slope_batch), mean_bytes(steps, sizes.slope_batch)
+                points.append({"context": context, "repeat": repeat, "seconds": seconds, "bytes": moved})
+    slopes = [
+        slope([(p["seconds"], p["bytes"]) for p in points if p["repeat"] == repeat]) for repeat in range(sizes.repeats)
+    ]
+    reading = Reading(slopes, details={"points": points})
+    correlation = statistics.correlation([p["seconds"] for p in points], [p["bytes"] for p in points])
+    bandwidth = bench.ceiling("copy_bandwidth")
+    if bandwidth:
+        reading.ceilings["bandwidth"] = bandwidth
+    medians = {
+        context: statistics.median(p["seconds"] for p in points if p["context"] == context)
+        for context in sizes.slope_contexts
+    }
+    reading.notes = [
+        f"Batch {sizes.slope_batch}; ITL by context: "
+        + ", ".join(f"{context:,} tokens {1000 * seconds:.2f} ms" for context, seconds in medians.items())
+        + f"; correlation of bytes and time {correlation:.4f}."
+    ]
+    return reading
+
+
+# ---------------------------------------------------------------------- a full batch
+
+
+def throughput(bench: Bench, shape: Shape, driven: str) -> Reading:
+    """Output tokens a second of nano-vllm's load, from the first request handed over to the last token.
+
+    Raises:
+        NotHere: the engine can't be driven that way.
+    """
+    sizes, spec = bench.sizes, bench.shape(shape).spec
+    load = nano_vllm_load(sizes.load_requests, sizes.load_lengths, spec.vocab_size)
+    with bench.engine(shape, **load_fields(bench, shape, load), **driving(bench, driven)) as engine:
+        run_load(engine, load.first(max(2, sizes.load_requests // 16)), 0.6)
+        runs = [run_load(engine, even_load(sizes.load_requests, 4, 4, spec.vocab_size), 0.6)]
+
+        def one() -> float:
+            runs.append(run_load(engine, load, 0.6))
+            return load.total / runs[-1].seconds
+
+        reading = Reading(bench.repeat(one))
+        preempted = engine.stats().preemptions
+    last = runs[-1]
+    least = bench.least_seconds(last.steps)
+    moved = sum(step.bytes for step in last.steps)
+    if least:
+        reading.ceilings["bandwidth and matmul"] = load.total / least
+    reading.details = {"steps": breakdown(last.steps), "seconds": last.seconds, "bytes": moved, "preemptions": preempted}
+    idle = idle_share(last.steps)
+    reading.notes = [
+        f"{len(load.prompts)} requests, temperature 0.6: {sum(map(len, load.prompts)):,} tokens in, {load.total:,} out.",
+        f"{len(last.steps):,} steps, {preempted} preemptions; token ids only, no text is made.",
+        "The ceiling is the sum of what each step's bytes and operations take at least.",
+        f"{moved / 1e12:.2f} TB are to be moved: {moved / DATASHEET_BANDWIDTH:.2f} s at an H200's datasheet bandwidth.",
+    ]
+    if idle is not None:
+        reading.notes.append(f"The GPU idled for {show(idle, 'share')} of the time.")
+    return reading
+
+
+def load_fields(bench: Bench, shape: Shape, load: Load) -> dict[str, Any]:
+    """Settings for nano-vllm's load: its seats and budget, and a pool that holds all of it where memory allows."""
+    return {
+        "max_num_seqs": len(load.prompts),
+        "max_num_batched_tokens": max(bench.sizes.load_budget, len(load.prompts)),
+        "max_model_len": max(load.longest, 16),
+        "num_kv_blocks": bench.pool_blocks(shape, load.blocks(16) + len(load.prompts)),
+    }
+
+
+def driving(bench: Bench, label: str) -> dict[str, Any]:
+    """The settings of that way of driving an engine.
+
+    Raises:
+        NotHere: this engine can't be driven that way.
+    """
+    found = dict(bench.variants())
+    if label not in found:
+        raise NotHere(f"this engine has no {label}")
+    return found[label]
+
+
+def idle(bench: Bench, shape: Shape) -> Reading:
+    """Share of full-batch decode steps in which the GPU idles; the way of driving the engine that idles least.
+
+    Raises:
+        NotHere: the steps carry no GPU times.
+    """
+    sizes, spec = bench.sizes, bench.shape(shape).spec
+    load = even_load(sizes.full_batch, sizes.full_prompt, sizes.full_tokens, spec.vocab_size)
+    readings = []
+    for label, fields in bench.variants():
+        with bench.engine(shape, **load_fields(bench, shape, load), **fields) as engine:
+            runs = [run_load(engine, load, 0.6)]
+
+            def one(engine: Engine = engine, runs: list[Run] = runs) -> float:
+                runs.append(run_load(engine, load, 0.6))
+                share = idle_share([step for step, _ in full_decodes(runs[-1].steps, sizes.full_batch)])
+                if share is None:
+                    raise NotHere("the steps carry no GPU times: there is no GPU, or the runner does not measure them")
+                return share
+
+            reading = Reading(bench.repeat(one))
+            kernels = profile_decode(bench, engine, load, 0.6)
+        steps = full_decodes(runs[-1].steps, sizes.full_batch)
+        reading.details = {"driven": label, "steps": breakdown([step for step, _ in steps])}
+        step_ms = 1000 * median_step(runs[-1].steps, sizes.full_batch)
+        reading.notes = [
+            f"{label}: idle for {show(reading.value, 'share')} of a step of {step_ms:.2f} ms, {sizes.full_batch} requests.",
+            kernels if isinstance(kernels, str) else kernels.sentence(),
+        ]
+        if isinstance(kernels, StepKernels):
+            reading.details["top"] = kernels.top
+        readings.append(reading)
+    return best_of(readings, min)
+
+
+# ---------------------------------------------------------------------- beside transformers
+
+
+def against_generate_batch(bench: Bench, shape: Shape) -> Reading:
+    """How many times as many output tokens a second as transformers' continuous batching, on the very same requests."""
+    sizes, spec = bench.sizes, bench.shape(shape).spec
+    load = nano_vllm_load(sizes.load_requests, sizes.load_lengths, spec.vocab_size)
+    bench.forget()
+    until = time.perf_counter() + 0.7 * bench.left() if bench.deadline != float("inf") else bench.deadline
+    peer = gpu_peers.generate_batch(bench, shape, load, until)
+    share = load.first(peer.requests)
+    label, fields = bench.variants()[-1]
+    with bench.engine(shape, **load_fields(bench, shape, share), **fields) as engine:
+        run_load(engine, share.first(2), 0.6)
+
+        def one() -> float:
+            return share.total / run_load(engine, share, 0.6).seconds / peer.tokens_per_second
+
+        reading = Reading(bench.repeat(one))
+    reading.details = {"peer": peer.details | {"tokens_per_second": peer.tokens_per_second, "requests": peer.requests}}
+    part = "All" if peer.requests == len(load.prompts) else f"The first {peer.requests}"
+    ours = show(reading.value * peer.tokens_per_second, "tokens/s")
+    reading.notes = [
+        f"{part} of the {len(load.prompts)} requests on both sides, {share.total:,} output tokens.",
+        f"The engine, {label}: {ours}; generate_batch: {show(peer.tokens_per_second, 'tokens/s')}.",
+        *peer.notes,
+    ]
+    return reading
+
+
+def generate(bench: Bench, shape: Shape, beside: str) -> Reading:
+    """Tokens a second of one sequence with transformers' ``generate``; the measure ``beside`` is ours."""
+    bench.forget()
+    reading = gpu_peers.generate(bench, shape)
+    bandwidth = bench.ceiling("copy_bandwidth")
+    if bandwidth:
+        reading.ceilings["bandwidth"] = bandwidth / reading.details["bytes_a_token"]
+    ours = bench.known.get(beside)
+    if ours and ours.reading:
+        ratio = ours.reading.value / reading.value
+        reading.notes.append(f"The engine does {show(ours.reading.value, 'tokens/s')}: {show(ratio, 'times')}.")
+    return reading
+
+
+MEASURES = (
+    Measure("ceilings", "ceiling: copy bandwidth", "B/s", ceilings, 25),
+    Measure(
+        "nano_vllm_sync", "nano-vllm's load, Qwen3-0.6B shape, synchronous", "tokens/s",
+        partial(throughput, shape=QWEN3_0_6B, driven="synchronous"), 60, Goal(12_000),
+    ),
+    Measure(
+        "nano_vllm_async", "nano-vllm's load, Qwen3-0.6B shape, async_scheduling", "tokens/s",
+        partial(throughput, shape=QWEN3_0_6B, driven="async_scheduling"), 45, Goal(20_000),
+    ),
+    Measure(
+        "idle_256", "GPU idle in a batch-256 decode step, Qwen3-0.6B shape", "share",
+        partial(idle, shape=QWEN3_0_6B), 40, Goal(0.05, lower=True),
+    ),
+    Measure(
+        "decode_8b", "batch-1 decode, Llama-3.1-8B shape", "tokens/s",
+        partial(decode, shape=LLAMA_3_1_8B), 35, Goal(0.75, of="bandwidth", stretch=0.85),
+    ),
+    Measure(
+        "prefill_8b", "prefill of 8,192 tokens, Llama-3.1-8B shape", "FLOP/s",
+        partial(prefill, shape=LLAMA_3_1_8B), 25, Goal(0.60, of="matmul"),
+    ),
+    Measure(
+        "itl_slope_8b", "decode ITL over context, Llama-3.1-8B shape", "B/s",
+        partial(itl_slope, shape=LLAMA_3_1_8B), 45, Goal(0.80, of="bandwidth"),
+    ),
+    Measure(
+        "decode_1b", "batch-1 decode, Llama-3.2-1B shape", "tokens/s",
+        partial(decode, shape=LLAMA_3_2_1B), 25, Goal(0.60, of="bandwidth"),
+    ),
+    Measure(
+        "decode_smollm2", "batch-1 decode, SmolLM2-135M shape", "tokens/s",
+        partial(decode, shape=SMOLLM2_135M), 25, Goal(1200, stretch=1500),
+    ),
+    Measure(
+        "generate_batch", "nano-vllm's load against transformers generate_batch, Qwen3-0.6B shape", "times",
+        partial(against_generate_batch, shape=QWEN3_0_6B), 75, Goal(5.0),
+    ),
+    Measure(
+        "generate_smollm2", "transformers generate, batch 1, SmolLM2-135M shape", "tokens/s",
+        partial(generate, shape=SMOLLM2_135M, beside="decode_smollm2"), 20,
+    ),
+    Measure(
+        "generate_1b", "transformers generate, batch 1, Llama-3.2-1B shape", "tokens/s",
+        partial(generate, shape=LLAMA_3_2_1B, beside="decode_1b"), 20,
+    ),
+    Measure(
+        "generate_8b", "transformers generate, batch 1, Llama-3.1-8B shape", "tokens/s",
+        partial(generate, shape=LLAMA_3_1_8B, beside="decode_8b"), 25,
+    ),
+)  # fmt: skip
+"""In the order in which they run: what matters most first, since the time for all of them is limited."""

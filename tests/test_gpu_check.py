@@ -1,0 +1,429 @@
+"""The GPU check without a GPU: shapes, loads, arithmetic, the page, workers that fail, and a run on tiny shapes."""
+
+import subprocess
+import sys
+import textwrap
+
+import msgspec
+import pytest
+import torch
+
+from engine.bench import gpu_bench, gpu_check, gpu_measures, gpu_report, gpu_worker
+from engine.bench.gpu_report import Document, Goal, NotHere, Reading, Result, Suite
+from engine.bench.gpu_shapes import QUICK, SHAPES, Load, Sizes, even_load, nano_vllm_load
+from engine.core.trace import Scheduled, StepTrace
+from engine.model.random_weights import random_model, random_weights
+
+PUBLISHED = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.2-1B": 1_235_814_400,
+    "SmolLM2-135M": 134_515_008,
+    "Qwen3-0.6B": 596_049_920,
+}
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+# ---------------------------------------------------------------------- shapes and loads
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_parameters_are_as_many_as_published(shape):
+    weights = random_weights(shape.spec, META, torch.bfloat16)
+    assert weights.num_parameters == shape.parameters == PUBLISHED[shape.name]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_transformers_makes_the_same_model_of_the_shape(shape):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = dict(shape.config)
+    made = AutoConfig.for_model(config.pop("model_type"), **config)
+    with META:
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+    weights = random_weights(shape.spec, META, torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) == weights.num_parameters
+    layer, ours = model.model.layers[0], weights.layers[0]
+    assert layer.self_attn.o_proj.weight.shape == ours.out.shape
+    assert layer.mlp.down_proj.weight.shape == ours.down.shape
+    assert (ours.q_norm is not None) == hasattr(layer.self_attn, "q_norm")
+    from engine.model.rope import inverse_frequencies
+
+    theirs = type(model.model.rotary_emb)(config=made).inv_freq
+    assert torch.allclose(theirs, inverse_frequencies(shape.spec.rope, shape.spec.head_dim), rtol=1e-5)
+
+
+def test_tiny_twins_keep_what_kernels_care_about():
+    for shape in SHAPES:
+        twin = shape.tiny().spec
+        for field in ("head_dim", "group_size", "tied", "qk_norm", "rope"):
+            assert getattr(twin, field) == getattr(shape.spec, field)
+
+
+def test_random_weights_keep_activations_of_size_one():
+    spec = SHAPES[0].tiny().spec
+    one, same, other = (random_weights(spec, CPU, torch.float32, seed) for seed in (3, 3, 4))
+    assert torch.equal(one.layers[1].down, same.layers[1].down)
+    assert not torch.equal(one.layers[1].down, other.layers[1].down)
+    assert one.head is not one.embedding
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, spec.hidden_size, generator=generator)
+    assert 0.8 < (x @ one.layers[0].gate_up.T).std() < 1.2
+    model = random_model(SHAPES[1].tiny().spec, CPU, torch.float32)
+    assert model.weights.tied
+    assert 0.5 < model.logits(torch.randn(64, model.spec.hidden_size, generator=generator)).std() < 2
+
+
+def test_the_load_is_nano_vllms_own():
+    load = nano_vllm_load(256, (100, 1024), 151_936)
+    assert load.total == 133_966
+    assert sum(map(len, load.prompts)) == 142_827
+    assert all(100 <= len(prompt) <= 1024 for prompt in load.prompts)
+    assert all(100 <= tokens <= 1024 for tokens in load.output_tokens)
+    assert load.longest <= 2048
+    assert max(map(max, load.prompts)) <= 10_000
+
+
+def test_a_loads_sizes():
+    load = Load([[1] * 15, [2] * 16], [1, 1])
+    assert (load.total, load.longest, load.blocks(16)) == (2, 17, 1 + 2)
+    assert load.first(1) == Load([[1] * 15], [1])
+    assert all(token < 50 for prompt in nano_vllm_load(3, (4, 8), 50).prompts for token in prompt)
+    assert even_load(2, 3, 4, 10) == even_load(2, 3, 4, 10) != even_load(2, 3, 4, 10, seed=1)
+
+
+# ---------------------------------------------------------------------- arithmetic of steps
+
+
+def step(end: float, rows: int = 1, kind: str = "decode", **more: float) -> StepTrace:
+    scheduled = tuple(Scheduled(str(row), kind, 1, 5, sampled=1) for row in range(rows))
+    return StepTrace(index=0, start=end - 0.5, end=end, scheduled=scheduled, **more)
+
+
+def test_a_decode_step_lasts_from_end_to_end_and_prefills_do_not_count():
+    steps = [
+        step(1.0, kind="prefill"),
+        step(2.0, bytes=8.0),
+        step(2.5, bytes=10.0),
+        step(3.1, bytes=20.0),
+        step(9.0, rows=2),
+    ]
+    assert [round(seconds, 6) for _, seconds in gpu_bench.full_decodes(steps, 1)] == [0.5, 0.6]
+    assert gpu_bench.median_step(steps, 1) == pytest.approx(0.55)
+    assert gpu_bench.mean_bytes(steps, 1) == pytest.approx(15.0)
+    with pytest.raises(RuntimeError, match="no two decode steps of 3 requests"):
+        gpu_bench.full_decodes(steps, 3)
+
+
+def test_idle_share_is_of_busy_and_idle():
+    steps = [step(1.0, gpu_time=0.9, gpu_idle_time=0.1), step(2.0, gpu_time=0.7, gpu_idle_time=0.3)]
+    assert gpu_bench.idle_share(steps) == pytest.approx(0.2)
+    assert gpu_bench.idle_share([step(1.0)]) is None
+
+
+def test_each_step_is_bound_by_bytes_or_by_operations():
+    bench = gpu_bench.Bench(CPU, QUICK)
+    assert bench.least_seconds([step(1.0)]) is None
+    limits = {"copy_bandwidth": 100.0, "matmul_rate": 1000.0}
+    known = Result(name="ceilings", title="", unit="B/s", status="measured", reading=Reading([1.0], details=limits))
+    bench = gpu_bench.Bench(CPU, QUICK, known=[known])
+    steps = [step(1.0, bytes=100.0, flops=500.0), step(2.0, bytes=10.0, flops=3000.0)]
+    assert bench.least_seconds(steps) == pytest.approx(1.0 + 3.0)
+
+
+def test_the_slope_is_that_of_a_line():
+    assert gpu_bench.slope([(1.0, 12.0), (2.0, 14.0), (4.0, 18.0)]) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="two different places"):
+        gpu_bench.slope([(1.0, 12.0), (1.0, 14.0)])
+
+
+def test_kernels_copies_and_launches_are_counted_apart():
+    events = [
+        ("cudaGraphLaunch", "DeviceType.CPU", 9.0),
+        ("cudaLaunchKernel", "DeviceType.CPU", 5.0),
+        ("aten::mm", "DeviceType.CPU", 50.0),
+        ("gemm", "DeviceType.CUDA", 30.0),
+        ("gemm", "DeviceType.CUDA", 50.0),
+        ("norm", "DeviceType.CUDA", 4.0),
+        ("Memcpy HtoD (Pinned -> Device)", "DeviceType.CUDA", 1.0),
+    ]
+    counted = gpu_bench.count_kernels(events, steps=2)
+    assert (counted.kernels, counted.copies, counted.launches) == (1.5, 0.5, 1.0)
+    assert counted.gpu_seconds == pytest.approx(42e-6)
+    assert counted.top[0] == {"kernel": "gemm", "calls": 1.0, "us": 40.0}
+    assert "2 kernels and 0 copies a step" in counted.sentence()
+    assert gpu_bench.count_kernels(events[:3], 1) == "The profiler saw no kernels."
+
+
+def test_repeats_stop_before_the_deadline():
+    bench = gpu_bench.Bench(CPU, Sizes(repeats=5))
+    assert bench.repeat(lambda: 1.0) == [1.0] * 5
+    bench.deadline = 0.0
+    assert bench.repeat(lambda: 2.0) == [2.0]
+
+
+def test_a_wrong_number_of_tokens_is_no_speed():
+    class Lazy:
+        def add_request(self, prompt, params):
+            pass
+
+        def has_unfinished(self):
+            return False
+
+    with pytest.raises(RuntimeError, match="sampled 0 tokens where 8 were asked for"):
+        gpu_bench.run_load(Lazy(), even_load(2, 3, 4, 10))
+
+
+def test_an_unknown_setting_is_not_a_failure_of_the_engine():
+    bench = gpu_bench.Bench(CPU, QUICK, tiny=True)
+    with pytest.raises(NotHere, match="no setting warp_drive"), bench.engine(SHAPES[2], warp_drive=9):
+        pass
+
+
+def test_the_best_reading_tells_the_others_values():
+    readings = [Reading([2.0], notes=["slow"]), Reading([3.0], notes=["quick"], details={"a": 1})]
+    best = gpu_measures.best_of(readings, max)
+    assert (best.value, best.notes, best.details) == (3.0, ["quick", "slow"], {"a": 1, "others": [{}]})
+
+
+# ---------------------------------------------------------------------- results and their page
+
+
+def result(value: float | None = None, *, goal: Goal | None = None, unit: str = "tokens/s", **more) -> Result:
+    ceilings = more.pop("ceilings", {})
+    reading = None if value is None else Reading([value], ceilings=ceilings)
+    more = {"name": "x", "title": "decode", "status": "measured"} | more
+    return Result(unit=unit, goal=goal, reading=reading, **more)
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "ceilings", "met", "words"),
+    [
+        (80.0, Goal(0.75, of="bandwidth", stretch=0.85), {"bandwidth": 100.0}, True, "met"),
+        (90.0, Goal(0.75, of="bandwidth", stretch=0.85), {"bandwidth": 100.0}, True, "met, stretch too"),
+        (70.0, Goal(0.75, of="bandwidth", stretch=0.85), {"bandwidth": 100.0, "kernels": 71.0}, False, "not met"),
+        (70.0, Goal(0.75, of="bandwidth"), {}, None, "no ceiling measured"),
+        (1500.0, Goal(1200, stretch=1500), {}, True, "met, stretch too"),
+        (0.04, Goal(0.05, lower=True), {}, True, "met"),
+        (0.06, Goal(0.05, lower=True), {}, False, "not met"),
+        (1.0, None, {}, None, ""),
+    ],
+)
+def test_goals_are_judged_by_value_or_share(value, goal, ceilings, met, words):
+    judged = result(value, goal=goal, ceilings=ceilings)
+    assert judged.met is met
+    assert gpu_report.verdict(judged) == words
+
+
+def test_a_reading_is_the_median_of_its_repeats():
+    reading = Reading([1.0, 5.0, 2.0], ceilings={"bandwidth": 10.0, "kernels": 4.0})
+    assert (reading.value, reading.spread, reading.binding) == (2.0, 2.0, "kernels")
+    assert Reading([1.0]).binding == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (4.312e12, "B/s", "4.31 TB/s"),
+        (788.4e12, "FLOP/s", "788 TFLOP/s"),
+        (11.6e9, "B/s", "11.6 GB/s"),
+        (12.0, "B/s", "12 B/s"),
+        (12_345.6, "tokens/s", "12,346 tokens/s"),
+        (34.56, "tokens/s", "34.6 tokens/s"),
+        (0.0312, "share", "3.1 %"),
+        (5.678, "times", "5.68×"),
+    ],
+)
+def test_numbers_have_units(value, unit, text):
+    assert gpu_report.show(value, unit) == text
+
+
+def document(results: list[Result], tests: Suite | None = None) -> Document:
+    machine = {
+        "device": "cuda:0", "date": "2026-01-02T03:04:05+00:00", "cpu": "A processor", "cpu_cores": 16,
+        "system": "Linux x86_64", "python": "3.12.3", "versions": {"torch": "2.13.0"}, "cuda": "13.0", "revision": "abc1234",
+        "gpu": "NVIDIA H200",
+        "compute_capability": "9.0", "multiprocessors": 132, "memory_bytes": 140 * 2**30, "l2_bytes": 60 * 2**20,
+        "nvidia_smi": gpu_report.parse_gpu("NVIDIA H200, 580.1, 143771, 345, 3201, 1980, 75.1, [N/A], 30"),
+    }  # fmt: skip
+    return Document(machine=machine, tests=tests or Suite("passed", "9 passed, 0 failed, 0 skipped."), results=results)
+
+
+def test_the_page_tells_what_was_measured_failed_and_skipped(tmp_path):
+    results = [
+        result(80.0, goal=Goal(0.75, of="bandwidth", stretch=0.85), ceilings={"bandwidth": 100.0, "kernels": 400.0}),
+        result(title="prefill", status="failed", reason="RuntimeError: out of memory", traceback="Traceback: somewhere"),
+        result(
+            title="slope", status="skipped", reason="it may take 45 s, and 3 s were left", goal=Goal(0.8, of="bandwidth")
+        ),
+    ]
+    made = document(results, Suite("failed", "8 passed, 1 failed, 0 skipped.", ["test_graph: wrong"], output="the end"))
+    paths = gpu_report.write(made, tmp_path, gpu_report.slug(made.machine))
+    assert [path.name for path in paths] == ["nvidia-h200.json", "nvidia-h200.md"]
+    text = paths[1].read_text()
+    assert "# GPU check: NVIDIA H200" in text
+    assert "driver 580.1" in text
+    assert (
+        "| decode | 80.0 tokens/s | 100 tokens/s (bandwidth) | 80 % | ≥ 75.0 % of bandwidth (stretch 85.0 %) | met |" in text
+    )
+    assert "- Ceilings: bandwidth 100 tokens/s, kernels 400 tokens/s." in text
+    assert "| prefill | failed | | |  | |" in text
+    assert "- Failed: RuntimeError: out of memory" in text
+    assert "Traceback: somewhere" in text
+    assert "| slope | skipped | | | ≥ 80.0 % of bandwidth | |" in text
+    assert "- Skipped: it may take 45 s" in text
+    assert "- test_graph: wrong" in text
+    assert "the end" in text
+    again = msgspec.json.decode(paths[0].read_bytes(), type=Document)
+    assert again == made
+    assert again.failed
+
+
+def test_a_missed_goal_is_no_failure():
+    missed = document([result(1.0, goal=Goal(2.0)), result(status="skipped", reason="no time")])
+    assert missed.results[0].met is False
+    assert not missed.failed
+
+
+def test_what_a_gpu_does_not_say_is_left_out():
+    assert gpu_report.parse_gpu("H200, 580.1, 1, 2, 3, 4, 5.5, [N/A], [Not Supported]") == {
+        "name": "H200", "driver": "580.1", "memory_mib": 1.0, "sm_mhz": 2.0, "memory_mhz": 3.0, "most_sm_mhz": 4.0,
+        "power_w": 5.5,
+    }  # fmt: skip
+    assert gpu_report.parse_gpu("No devices were found") == {}
+
+
+# ---------------------------------------------------------------------- workers
+
+
+WORKER = """
+import json, os, sys, time
+job, results = json.load(open(sys.argv[1])), open(sys.argv[2], "a", buffering=1)
+print("hello from the worker", flush=True)
+for name in job["measures"]:
+    if name == "decode_8b" and not job["known"]:
+        raise SystemExit("nothing was known")
+    print(json.dumps({"type": "started", "name": name}), file=results)
+    if name == "nano_vllm_sync":
+        print("Segmentation fault", flush=True)
+        os._exit(139)
+    if name == "idle_256":
+        time.sleep(60)
+    print(json.dumps({"type": "result", "name": name, "title": name, "unit": "share", "status": "measured"}), file=results)
+"""
+
+
+def test_a_worker_that_crashes_or_hangs_costs_one_measure(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_worker, "GRACE", -gpu_worker.BY_NAME["idle_256"].seconds + 0.3)
+    names = ["ceilings", "nano_vllm_sync", "nano_vllm_async", "idle_256", "decode_8b"]
+    told = []
+    command = [sys.executable, "-c", WORKER]
+    results = gpu_worker.supervise(gpu_worker.Job(measures=names, device="cpu"), tmp_path, told.append, command)
+    assert told == results
+    assert [(r.name, r.status) for r in results] == [
+        ("ceilings", "measured"), ("nano_vllm_sync", "failed"), ("nano_vllm_async", "measured"), ("idle_256", "failed"),
+        ("decode_8b", "measured"),
+    ]  # fmt: skip
+    assert results[1].reason == "the process that measured ended with code 139"
+    assert "Segmentation fault" in results[1].traceback
+    assert results[3].reason.startswith("stopped after")
+    assert results[1].title == gpu_worker.BY_NAME["nano_vllm_sync"].title
+
+
+def test_a_worker_that_cannot_start_fails_everything_once(tmp_path):
+    job = gpu_worker.Job(measures=["ceilings", "idle_256"], device="cpu")
+    results = gpu_worker.supervise(job, tmp_path, lambda result: None, [sys.executable, "-c", "import no_such_module"])
+    assert [result.status for result in results] == ["failed", "failed"]
+    assert "no_such_module" in results[0].traceback
+
+
+def test_a_measure_that_raises_does_not_stop_the_next(monkeypatch):
+    def broken(bench):
+        raise ValueError("a kernel is missing")
+
+    def absent(bench):
+        raise NotHere("there is no GPU")
+
+    measures = [
+        gpu_measures.Measure("a", "A", "share", broken, 1),
+        gpu_measures.Measure("b", "B", "share", absent, 1),
+        gpu_measures.Measure("c", "C", "share", lambda bench: Reading([0.5]), 1),
+        gpu_measures.Measure("d", "D", "share", lambda bench: Reading([0.5]), 1000),
+    ]
+    monkeypatch.setattr(gpu_worker, "BY_NAME", {measure.name: measure for measure in measures})
+    messages = []
+    job = gpu_worker.Job(measures=["a", "b", "c", "d"], device="cpu", quick=True, seconds=100.5)
+    assert gpu_worker.work(job, messages.append)
+    results = [message for message in messages if isinstance(message, Result)]
+    assert [(r.status, r.reason) for r in results] == [
+        ("failed", "ValueError: a kernel is missing"),
+        ("skipped", "there is no GPU"),
+        ("measured", ""),
+        ("skipped", "it may take 1000 s, and 100 s were left"),
+    ]
+    assert "broken" in results[0].traceback
+    assert [message.name for message in messages if isinstance(message, gpu_worker.Started)] == ["a", "b", "c"]
+
+
+# ---------------------------------------------------------------------- tests of tests
+
+
+def test_pytests_report_becomes_a_summary(tmp_path):
+    folder = tmp_path / "some_tests"
+    folder.mkdir()
+    (folder / "test_it.py").write_text(
+        textwrap.dedent("""
+            import pytest
+            pytestmark = pytest.mark.cuda
+            def test_right(): pass
+            def test_wrong(): assert 1 == 2, "not equal"
+            @pytest.mark.skip
+            def test_left_out(): pass
+        """)
+    )
+    found = gpu_check.run_tests(tmp_path / "out", 60, str(folder))
+    assert (found.status, found.summary) == ("failed", "1 passed, 1 failed, 1 skipped.")
+    assert found.failures[0].startswith("test_wrong: AssertionError: not equal")
+    assert "test_wrong" in found.output
+
+
+def test_tests_that_hang_or_leave_no_report_are_failed(tmp_path):
+    assert gpu_check.read_report(tmp_path / "none.xml", None, 9).summary == "Stopped after 9 s."
+    assert gpu_check.read_report(tmp_path / "none.xml", -11, 9).summary == "pytest ended with code -11 and left no report."
+
+
+# ---------------------------------------------------------------------- the whole
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run make gpu-check")
+def test_without_a_gpu_the_check_says_so_and_succeeds():
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.bench.gpu_check"], cwd=gpu_check.ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no CUDA device: nothing was checked" in done.stdout
+
+
+def test_real_shapes_are_refused_on_a_cpu_and_unknown_measures_named(capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--device", "cpu"])
+    assert "--device cpu needs --quick" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--device", "cpu", "--quick", "--only", "speed"])
+    assert "no such measure; there are ceilings, nano_vllm_sync" in capsys.readouterr().err
+
+
+def test_every_measure_runs_on_tiny_shapes_without_a_gpu(tmp_path, capsys):
+    arguments = ["--device", "cpu", "--quick", "--here", "--out", str(tmp_path / "out"), "--keep", str(tmp_path / "kept")]
+    assert gpu_check.main(arguments) == 0
+    made = msgspec.json.decode((tmp_path / "out" / "gpu_check.json").read_bytes(), type=Document)
+    assert [found.name for found in made.results] == [measure.name for measure in gpu_measures.MEASURES]
+    by_name = {found.name: found for found in made.results}
+    assert made.quick
+    needs_gpu = {"idle_256"}
+    assert {name for name, found in by_name.items() if found.status != "measured"} == needs_gpu
+    assert by_name["decode_8b"].reading.ceilings["bandwidth"] > 0
+    assert by_name["generate_batch"].reading.value > 0
+    assert (tmp_path / "kept" / "cpu.md").read_text() == (tmp_path / "out" / "gpu_check.md").read_text()
+    assert "says nothing about speed" in (tmp_path / "kept" / "cpu.md").read_text()
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert msgspec.json.decode(last)["tests"] == "skipped"
