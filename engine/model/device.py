@@ -2,9 +2,9 @@
 
 A GPU works off a queue (a *stream*) while the host goes on. Three things then need care, and each has its call here::
 
-    host     fill pinned memory ── send ─────────────────────────────┬──▶ may fill it again only after an event behind ``send``
-    stream               … earlier steps │ copy │ kernels of the step │ event
-    2nd stream                                                        └─▶ fetch: copy of the tokens ── event ──▶ host reads
+    host         fill pinned memory ── send ──▶        it may be filled again once an event behind the copy has passed
+    stream       … earlier steps │ copy │ event │ kernels of the step │
+    2nd stream                                                        └─▶ fetch: copy of the tokens │ event ──▶ host reads
 
 On a CPU torch has finished when a call returns, so there everything is trivial: no event, no second stream, no waiting.
 Tests bring a device of their own that puts every copy off as long as a GPU might.

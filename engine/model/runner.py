@@ -5,25 +5,55 @@
     StepBatch ─ prepare ─▶ flat token ids, positions, spans, plan of attention
                 forward ─▶ hidden states of the last position of each piece of work ─ finite? ─▶ logits of those that sample
                 sample  ─▶ StepResult
+
+A GPU is asked for all of it at once (``submit``), and the host looks at the tokens later (``collect``). Until then they are
+known to the GPU alone, which is enough for the next step: a token that the host doesn't know yet is put in on the device::
+
+    submit step 5 ─▶ tokens of 5 stay on the device ─┬─▶ submit step 6: PENDING ids are gathered from them
+                                                     └─▶ copied back beside the queue ─▶ collect step 5
+
+A step that is nothing but decodes runs as a CUDA graph where there are graphs (``engine.model.graphs``); all others, and
+everything on a CPU, run call by call. Sampling that looks at numbers on the host (penalties, candidates, top-k, top-p,
+min-p, ``min_tokens``) makes ``submit`` wait for the device.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from engine.core.config import EngineConfig
 from engine.core.outputs import TextCodec
-from engine.core.runner import StepBatch, StepResult
-from engine.model.attention import Plan, Span
-from engine.model.attention.sdpa import SdpaAttention
+from engine.core.request import Request
+from engine.core.runner import PENDING, StepBatch, StepResult, Work
+from engine.model.attention import Attention, Plan, Span
+from engine.model.backend import Backend, BackendInfo, choose_backend
+from engine.model.device import Device, Fetch, device_of
 from engine.model.errors import ModelError
-from engine.model.sampler import Sampled, Sampler
+from engine.model.graphs import (
+    DecodeBuffers,
+    DecodeGraphs,
+    DecodeStep,
+    ResidentAttention,
+    decode_rows,
+    estimated_graph_bytes,
+    place_of,
+)
+from engine.model.memory import explained
+from engine.model.sampler import Sampled, Sampler, choose, draw_of, needs_sampler
+from engine.model.selfcheck import Verdict
+from engine.model.staging import Uploads
+from engine.model.stepclock import StepClock
 from engine.model.transformer import Transformer
+
+PAUSE = 0.25
+"""Seconds without a step after which the time in between is a pause of the user's, not the GPU waiting for the host."""
 
 
 @dataclass(slots=True)
@@ -33,23 +63,60 @@ class _Prepared:
     plan: Plan
     last_rows: torch.Tensor
     """Packed row of the last position of each piece of work."""
-    sampling: list[int]
-    """For each sampling request, in packed order, the index of its work."""
+    head_rows: torch.Tensor | None
+    """Pieces of work that need logits; None: all of them."""
+    spread: torch.Tensor | None
+    """Row of the logits for each sampling request; None: one each, in order. Forks of one prompt share a row."""
+    choice: tuple[torch.Tensor, ...] | None
+    """Temperatures and points for ``choose``, nothing if all are greedy; None: the sampler must look at the logits."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was submitted: what ``collect`` needs to know of it."""
+
+    clock: StepClock
+    work: Sequence[Work] = ()
+    requests: Sequence[Request] = ()
+    outcome: Fetch | None = None
+    """Numbers on their way to the host: finite and token of each of ``rows`` rows, then whether each work was finite."""
+    rows: int = 0
+    places: Sequence[int] = ()
+    """Row of each sampling request."""
+    sampled: Sampled | None = None
+    """What the sampler chose while the step was submitted; None: the tokens are among the numbers."""
+    flops: float = 0.0
+    bytes: float = 0.0
 
 
 class ModelRunner:
-    """Runs a transformer for an engine (``engine.core.runner.Runner``); owns the KV pool.
+    """Runs a transformer for an engine (``engine.core.runner.AsyncRunner``); owns the KV pool and the graphs.
 
     Args:
         model: weights and shapes; may be shared with other runners.
         config: the engine's configuration: pool size, block size, whether there is a KV cache.
         codec: names the candidate tokens of logprobs; None leaves them without text.
+        attention_backend: "auto", "sdpa" or "triton"; see ``engine.model.backend``.
+        enforce_eager: no CUDA graphs.
+        backend: in place of what these two choose.
+        device: in place of the model's own: copies, events, clock.
 
     Raises:
-        ModelError: ``max_model_len`` exceeds what the model computes exactly, or the pool doesn't fit into memory.
+        ModelError: ``max_model_len`` exceeds what the model computes exactly, the pool doesn't fit into memory, or the
+            backend can't be used here.
     """
 
-    def __init__(self, model: Transformer, config: EngineConfig, codec: TextCodec | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        codec: TextCodec | None = None,
+        *,
+        attention_backend: str = "auto",
+        enforce_eager: bool = False,
+        backend: Backend | None = None,
+        device: Device | None = None,
+    ) -> None:
         spec = model.spec
         if config.max_model_len > spec.context_limit:
             raise ModelError(
@@ -58,10 +125,12 @@ class ModelRunner:
             )
         self.model = model
         self.config = config
+        self.device = device or device_of(model.device)
+        self.backend = backend or choose_backend(model, config.block_size, attention_backend, enforce_eager)
         num_blocks = config.num_kv_blocks if config.use_kv_cache else 0
         check_pool_memory(model, num_blocks, config.block_size)
         model.prepare_positions(config.max_model_len)
-        self.attention = SdpaAttention(
+        self.attention: Attention = self.backend.make_attention(
             num_layers=spec.num_layers,
             num_kv_blocks=num_blocks,
             block_size=config.block_size,
@@ -71,82 +140,266 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
+        self._uploads = Uploads(self.device, model.device) if self.device.asynchronous else None
+        if self._uploads is not None:
+            self.attention.upload = self._uploads.put
         self.sampler = Sampler(codec.token_text if codec is not None else None)
+        self._last_tokens: torch.Tensor | None = None
+        self._places: dict[Request, int] = {}
+        """Whom the newest step samples for, and where in ``_last_tokens`` the token is."""
+        self._members: set[Request | None] = set()
+        self._in_flight, self._collected = 0, 0.0
+        self._no_graphs = ""
+        self.graphs = self._make_graphs() if num_blocks else None
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether ``submit`` returns before the step is computed. On a CPU it doesn't: nothing is won by it there."""
+        return self.device.asynchronous
 
     @property
     def kv_pool_bytes(self) -> int:
         """Bytes of the KV pool, the null block included."""
         return self.attention.kv_pool_bytes
 
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory of the graphs, measured, and of their buffers; 0 without graphs."""
+        return self.graphs.graph_bytes + self.graphs.buffers.num_bytes if self.graphs is not None else 0
+
+    @property
+    def attention_name(self) -> str:
+        """Name of the attention backend, for people."""
+        return self.backend.name
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What the check at start said; None if nobody asked it."""
+        return self.backend.verdict
+
+    def describe_backend(self) -> BackendInfo:
+        """What computes, and why something fast is not in use."""
+        reason = " ".join(part for part in (self.backend.reason, self._no_graphs) if part)
+        return BackendInfo(self.backend.name, self.backend.fused, self.graphs is not None, reason, self.graph_bytes)
+
     def close(self) -> None:
-        """Give the pool's memory back; the runner can't be used any more."""
+        """Give the memory of pool and graphs back; the runner can't be used any more."""
+        self.device.finish()
+        self.graphs = None  # before the pool, whose address they hold
+        self._last_tokens, self._places, self._members = None, {}, set()
         self.attention.pool = None
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @torch.inference_mode()
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """Capture the graphs of decode steps; without them, and a note why, where memory is short."""
+        if self.backend.graphs is None:
+            return None
+        model, config, attention = self.model, self.config, cast(ResidentAttention, self.attention)
+        needed, free = estimated_graph_bytes(model, config.max_num_seqs), available_bytes(model.device)
+        lower = "lower num_kv_blocks or max_num_seqs"
+        if free is not None and needed > free:
+            self._no_graphs = (
+                f"CUDA graphs are off: for max_num_seqs={config.max_num_seqs} they take about {needed / 2**30:.2f} GiB, and "
+                f"{free / 2**30:.2f} GiB are free: {lower}."
+            )
+            return None
+        try:
+            with self.device.scope():
+                buffers = DecodeBuffers(
+                    config.max_num_seqs,
+                    config.max_model_len,
+                    config.block_size,
+                    model.spec.vocab_size,
+                    model.device,
+                    self.device,
+                )
+                step = DecodeStep(model, attention, buffers, self.backend.fused)
+                longest = config.max_model_len
+                graphs = DecodeGraphs(step, buffers, self.backend.graphs(), lambda rows: attention.splits_for(rows, longest))
+                graphs.capture()
+                return graphs
+        except torch.OutOfMemoryError as error:
+            first_line = str(error).split("\n")[0]
+            self._no_graphs = f"CUDA graphs are off: memory ran out while they were recorded ({first_line}): {lower}."
+            return None
+
+    # ------------------------------------------------------------------ steps
+
     def execute(self, batch: StepBatch) -> StepResult:
         """Store K and V of the batch's tokens and sample where asked; see ``Runner``."""
-        begin = time.perf_counter()
-        self.attention.zero_blocks(batch.scrub)
-        self.attention.copy_blocks(batch.copies)
-        if not batch.work:
-            return StepResult([])
-        prepared = self._prepare(batch)
-        ready = self._now()
-        hidden = self.model.forward(prepared.token_ids, prepared.positions, self.attention, prepared.plan)
-        last = self.model.normalise(hidden.index_select(0, prepared.last_rows))
-        finite = torch.isfinite(last).all(-1)
-        logits = self._logits(last, prepared.sampling) if prepared.sampling else None
-        computed = self._now()
-        requests = [request for work in batch.work for request in work.samples]
-        sampled = self.sampler.sample(logits, requests) if logits is not None else Sampled([], None, [])
-        broken = {r.request_id for r, bad in zip(requests, sampled.broken, strict=True) if bad}
-        for work, fine in zip(batch.work, finite.tolist(), strict=True):
-            if not fine and work.request is not None:
-                broken |= {work.request.request_id, *(request.request_id for request in work.samples)}
-        flops, moved = count_work(self.model, batch, with_cache=self.config.use_kv_cache)
-        return StepResult(
-            tokens=sampled.tokens,
-            logprobs=sampled.logprobs,
-            nonfinite=frozenset(broken),
-            prepare_time=ready - begin,
-            forward_time=computed - ready,
-            sample_time=self._now() - computed,
-            flops=flops,
-            bytes=moved,
-        )
+        return self.collect(self.submit(batch))
 
-    def _prepare(self, batch: StepBatch) -> _Prepared:
+    @explained
+    @torch.inference_mode()
+    def submit(self, batch: StepBatch) -> Flight:
+        """Ask for a step; see ``AsyncRunner``. On a CPU it is computed at once."""
+        with self.device.scope():
+            clock = StepClock(self.device)
+            if self._uploads is not None:
+                self._uploads.begin()
+            try:
+                if batch.scrub or batch.copies:
+                    clock.start()
+                self.attention.zero_blocks(batch.scrub)
+                self.attention.copy_blocks(batch.copies)
+                if not batch.work:
+                    return Flight(clock)
+                flight = self._replay(batch, clock) or self._compute(batch, clock)
+            finally:
+                if self._uploads is not None:
+                    self._uploads.end()
+            flight.flops, flight.bytes = count_work(self.model, batch, with_cache=self.config.use_kv_cache)
+            self._note(flight)
+        return flight
+
+    @explained
+    def collect(self, flight: Flight) -> StepResult:
+        """Wait for a submitted step and read what it sampled; see ``AsyncRunner``."""
+        if flight.outcome is None:
+            return StepResult([])
+        self._in_flight -= 1
+        numbers: list[int] = flight.outcome.wait().tolist()
+        rows, sampled = flight.rows, flight.sampled
+        fine = numbers[2 * rows :] or numbers[:rows]
+        if sampled is not None:
+            tokens, logprobs, broken = sampled.tokens, sampled.logprobs, sampled.broken
+        else:
+            tokens, logprobs = [numbers[rows + place] for place in flight.places], None
+            broken = [not numbers[place] for place in flight.places]
+        result = StepResult(tokens, logprobs, _nonfinite(flight, broken, fine), flops=flight.flops, bytes=flight.bytes)
+        flight.clock.tell(result)
+        self._collected = time.perf_counter()
+        return result
+
+    def _note(self, flight: Flight) -> None:
+        """Remember what the next step needs to know of this one."""
+        self._places = dict(zip(flight.requests, flight.places, strict=True))
+        self._in_flight += 1
+        if not self.device.asynchronous:
+            return
+        members = {work.request for work in flight.work}
+        follows = self._in_flight > 1 or (
+            time.perf_counter() - self._collected < PAUSE and not members.isdisjoint(self._members)
+        )
+        flight.clock.close(follows)
+        self._members = members
+
+    def _replay(self, batch: StepBatch, clock: StepClock) -> Flight | None:
+        """The step as a graph; None if it isn't one."""
+        graphs = self.graphs
+        found = decode_rows(batch, self._places) if graphs is not None else None
+        staged = graphs.stage(*found) if graphs is not None and found is not None else None
+        if graphs is None or staged is None:
+            return None
+        clock.start()
+        output = graphs.launch(staged)
+        places = [place for place, work in enumerate(batch.work) if work.request is not None]
+        requests = [request for work in batch.work for request in work.samples]
+        sampled = None
+        if output.logits is not None:
+            clock.computed()
+            at = torch.tensor(places, dtype=torch.int64, device=self.model.device)
+            sampled = self.sampler.sample(output.logits.index_select(0, at), requests)
+            output.tokens.index_copy_(0, at, sampled.on_device)
+        else:
+            self.sampler.forget()
+        self._last_tokens = graphs.buffers.tokens
+        outcome = output.outcome.clone()  # the next step writes there while this is on its way to the host
+        clock.stop()
+        return Flight(clock, batch.work, requests, self.device.fetch(outcome.flatten()), staged.count, places, sampled)
+
+    def _compute(self, batch: StepBatch, clock: StepClock) -> Flight:
+        """The step call by call."""
+        fused = self.backend.fused
+        requests = [request for work in batch.work for request in work.samples]
+        prepared = self._prepare(batch, requests)
+        clock.start()
+        hidden = self.model.forward(prepared.token_ids, prepared.positions, self.attention, prepared.plan, fused)
+        last = self.model.normalise(hidden.index_select(0, prepared.last_rows), fused)
+        finite = torch.isfinite(last).all(-1)
+        logits = self._logits(last, prepared) if requests else None
+        clock.computed()
+        rows, sampled, outcome = 0, None, finite
+        if logits is None:
+            sampled = Sampled([], None, [], last.new_empty(0, dtype=torch.int64))
+        elif prepared.choice is None:
+            sampled = self.sampler.sample(logits, requests)
+        else:
+            tokens, good = choose(logits, *prepared.choice)
+            rows, outcome = len(requests), torch.cat((good.long(), tokens, finite.long()))
+            self.sampler.forget()
+        self._keep(tokens if sampled is None else sampled.on_device)
+        clock.stop()
+        return Flight(clock, batch.work, requests, self.device.fetch(outcome), rows, range(len(requests)), sampled)
+
+    def _keep(self, tokens: torch.Tensor) -> None:
+        """Hold a step's tokens on the device for the next one, where a graph finds them too."""
+        self._last_tokens = tokens
+        if self.graphs is not None:
+            kept, count = self.graphs.buffers.tokens, tokens.shape[0]
+            if count > kept.shape[0]:
+                raise ModelError(f"a step samples {count} tokens, but max_num_seqs is {kept.shape[0]}")
+            kept[:count].copy_(tokens)
+
+    def _prepare(self, batch: StepBatch, requests: Sequence[Request]) -> _Prepared:
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
         sampling: list[int] = []
+        pending: list[tuple[int, int]] = []
         for index, work in enumerate(batch.work):
             count = len(work.token_ids)
             spans.append(Span(len(token_ids), count, work.context, work.block_table, work.request is not None))
             token_ids += work.token_ids
             positions += range(work.context, work.context + count)
             sampling += [index] * len(work.samples)
-        last_rows = [span.start + span.num_tokens - 1 for span in spans]
-        packed = torch.tensor([token_ids, positions], dtype=torch.int64).to(self.model.device, non_blocking=True)
-        rows = torch.tensor(last_rows, dtype=torch.int64).to(self.model.device, non_blocking=True)
-        return _Prepared(packed[0], packed[1], self.attention.plan(spans), rows, sampling)
-
-    def _logits(self, last: torch.Tensor, sampling: list[int]) -> torch.Tensor:
-        """Logits of the sampling requests. Forks of one prompt share a row, which is multiplied once."""
+            if token_ids[-1] == PENDING:
+                pending.append((len(token_ids) - 1, place_of(work.request, self._places)))
+        put = self.attention.upload
+        packed = put([token_ids, positions], torch.int64)
+        if pending and self._last_tokens is not None:
+            rows, places = put(list(zip(*pending, strict=True)), torch.int64)
+            packed[0].index_copy_(0, rows, self._last_tokens.index_select(0, places))
+        last_rows = put([span.start + span.num_tokens - 1 for span in spans], torch.int64)
+        head_rows = spread = None
         distinct = list(dict.fromkeys(sampling))
-        rows = last if len(distinct) == last.shape[0] else last[torch.tensor(distinct, device=last.device)]
-        logits = self.model.logits(rows)
-        if len(distinct) == len(sampling):
-            return logits
-        place = {index: row for row, index in enumerate(distinct)}
-        return logits[torch.tensor([place[index] for index in sampling], device=last.device)]
+        if len(distinct) < len(spans):
+            head_rows = put(distinct, torch.int64)
+        if len(distinct) < len(sampling):
+            row_of = {index: row for row, index in enumerate(distinct)}
+            spread = put([row_of[index] for index in sampling], torch.int64)
+        choice = self._choice(requests)
+        return _Prepared(packed[0], packed[1], self.attention.plan(spans), last_rows, head_rows, spread, choice)
 
-    def _now(self) -> float:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
+    def _choice(self, requests: Sequence[Request]) -> tuple[torch.Tensor, ...] | None:
+        """What ``choose`` needs, on the device; None where the sampler is needed, and where the host computes anyway."""
+        if not self.device.asynchronous or any(needs_sampler(request) for request in requests):
+            return None
+        if all(request.params.greedy for request in requests):
+            return ()
+        temperatures, points = zip(*map(draw_of, requests), strict=True)
+        put = self.attention.upload
+        return put(temperatures, torch.float32), put(points, torch.float64)
+
+    def _logits(self, last: torch.Tensor, prepared: _Prepared) -> torch.Tensor:
+        """Logits of the sampling requests. Forks of one prompt share a row, which is multiplied once."""
+        rows = last if prepared.head_rows is None else last.index_select(0, prepared.head_rows)
+        logits = self.model.logits(rows)
+        return logits if prepared.spread is None else logits.index_select(0, prepared.spread)
+
+
+def _nonfinite(flight: Flight, broken: Sequence[bool], fine: Sequence[int]) -> frozenset[str]:
+    """Requests whose logits, or whose hidden state or that of the prompt they share, are not finite."""
+    if all(fine) and not any(broken):
+        return frozenset()
+    found = {request.request_id for request, bad in zip(flight.requests, broken, strict=True) if bad}
+    for work, good in zip(flight.work, fine, strict=True):
+        if not good and work.request is not None:
+            found |= {work.request.request_id, *(request.request_id for request in work.samples)}
+    return frozenset(found)
 
 
 def count_work(model: Transformer, batch: StepBatch, with_cache: bool) -> tuple[float, float]:

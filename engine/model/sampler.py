@@ -14,6 +14,9 @@ on preemption, not on where in the batch it sits. The engine has mixed the promp
 different prompts unrelated numbers.
 
 Rows that are plainly greedy pay for nothing but the maximum; every other feature is paid for by the rows that use it.
+
+Two ways lead to a token. ``Sampler`` does it all and reads numbers back in between, so on a GPU the host waits in it.
+``choose`` is the part of it that needs no such look: the largest, or a draw at a temperature. Both give the same tokens.
 """
 
 from __future__ import annotations
@@ -39,6 +42,44 @@ class Sampled:
     tokens: list[int]
     logprobs: list[dict[int, Logprob] | None] | None
     broken: list[bool]
+    on_device: torch.Tensor
+    """``tokens`` [rows] int64, where the logits are."""
+
+
+def needs_sampler(request: Request) -> bool:
+    """Whether ``choose`` is not enough: for penalties, candidates, truncation, tokens that are not allowed yet."""
+    params = request.params
+    truncates = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    early = request.num_output_tokens < params.min_tokens
+    return params.logprobs is not None or params.has_penalties or truncates or early
+
+
+def choose(
+    logits: torch.Tensor, temperatures: torch.Tensor | None = None, points: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token a row without the host looking at anything.
+
+    Args:
+        logits: [rows, vocabulary] float32.
+        temperatures: [rows] float32, above 0 for every row (its value means nothing where the row is greedy).
+        points: [rows] float64 in [0, 1), where ``draw`` inverts the distribution; below 0 for a greedy row. None: all are.
+
+    Returns:
+        Tokens [rows] int64, and whether a row's logits were finite [rows] bool; the token is 0 where they were not.
+    """
+    best, tokens = logits.max(dim=-1)
+    finite = torch.isfinite(best)
+    if temperatures is not None and points is not None:
+        weights = ((logits - best.unsqueeze(1)) / temperatures.unsqueeze(1)).exp_()
+        tokens = torch.where(points >= 0, draw(weights, points), tokens)
+    return tokens * finite, finite
+
+
+def draw_of(request: Request) -> tuple[float, float]:
+    """Temperature and point of a request's next token, as ``choose`` wants them."""
+    if request.params.greedy:
+        return 1.0, -1.0
+    return request.params.temperature, uniform(request.seed, request.sample_index, request.num_output_tokens)
 
 
 def uniform(seed: int, sample_index: int, num_output_tokens: int) -> float:
@@ -75,7 +116,11 @@ class Sampler:
             tokens = self._draw(logits, tokens, broken, requests, drawing)
         chosen: list[int] = tokens.tolist()
         logprobs = self._logprobs(raw, requests, chosen) if any(r.params.logprobs is not None for r in requests) else None
-        return Sampled(chosen, logprobs, broken.tolist())
+        return Sampled(chosen, logprobs, broken.tolist(), tokens)
+
+    def forget(self) -> None:
+        """Drop token counts: this step has no request with penalties."""
+        self._history.clear()
 
     def _adjust(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         for row, request in enumerate(requests):

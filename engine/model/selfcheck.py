@@ -3,26 +3,29 @@
 Kernels are compiled on the spot for whatever GPU is there, by whatever compiler came along. A combination that nobody has
 tried must not give wrong lessons. So what runs fast is first compared with what is known to be right::
 
-    Triton attention     with    torch SDPA in float32            one batch: chunks, decodes, block edges, splits, padding
+    Triton attention     with    torch SDPA in float32            one batch: chunks, decodes, block edges, splits, padding;
+                                                                  rotated beforehand, and rotated while it is stored
     fused kernels        with    plain torch
     CUDA graph           with    the same step without a graph    garbage in every buffer first
 
 Each check gives its largest difference and what is allowed. A check that fails, or raises, takes its part out of use, and
 what is built on it: without Triton attention there are no graphs. (An illegal memory access can't be survived: it ends
-the process, and the engine is then started with ``attention="sdpa"``.)
+the process, and the engine is then started with ``attention_backend="sdpa"``.)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.model.attention import Span
 from engine.model.attention.sdpa import SdpaAttention
+from engine.model.device import device_of
 from engine.model.fused import add_rms_norm, rms_norm, silu_mul
 from engine.model.graphs import (
     CudaGraphs,
@@ -34,6 +37,8 @@ from engine.model.graphs import (
     GraphBackend,
     Sampling,
 )
+from engine.model.rope import rotate
+from engine.model.spec import ModelSpec
 from engine.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -103,11 +108,13 @@ def self_check(
             return Verdict(triton=False, fused=False, graphs=False, reason=problem)
     make = make_attention or _triton_attention
     dtype = model.dtype
-    attention = _timed("attention", lambda: _attention_difference(model, block_size, longest, make), dtype)
-    fused = _timed("fused kernels", lambda: _fused_difference(model), dtype)
-    checks = [attention, fused]
-    if attention.passed:
-        checks.append(_timed("CUDA graph", lambda: _graph_difference(model, block_size, make, graph_backend), dtype))
+    with device_of(model.device).scope():
+        attention = _timed("attention", lambda: _attention_difference(model, block_size, longest, make), dtype)
+        fused = _timed("fused kernels", lambda: _fused_difference(model), dtype)
+        checks = [attention, fused]
+        if attention.passed:
+            measure = partial(_graph_difference, model, block_size, make, graph_backend, fused.passed)
+            checks.append(_timed("CUDA graph", measure, dtype))
     graphs = attention.passed and checks[-1].passed
     return Verdict(attention.passed, fused.passed, graphs, tuple(checks), _reason(checks))
 
@@ -172,7 +179,10 @@ def _spans(block_size: int, longest: int) -> tuple[list[Span], int]:
 
 
 def _attention_difference(model: Transformer, block_size: int, longest: int, make_attention: MakeAttention) -> float:
-    """Two layers on one pool whose unwritten slots are NaN, against SDPA in float32; also what they wrote."""
+    """Two layers on one pool whose unwritten slots are NaN, against SDPA in float32; also what they wrote.
+
+    The first gets queries and keys rotated, the second rotates them itself where the backend can.
+    """
     spec, device = model.spec, model.device
     spans, num_blocks = _spans(block_size, longest)
     settings: dict[str, Any] = {
@@ -195,9 +205,14 @@ def _attention_difference(model: Transformer, block_size: int, longest: int, mak
     worst = 0.0
     for layer in range(2):
         qkv = torch.randn(shape, device=device, generator=generator).to(model.dtype)
-        q, kv = qkv[:, : spec.num_heads], qkv[:, spec.num_heads :].unflatten(1, (2, spec.num_kv_heads))
-        got = tested.attend(layer, q, kv, tested.plan(spans))
-        expected = plain.attend(layer, q.float(), kv.float(), plain.plan(spans))
+        wide = qkv.to(torch.float32, copy=True)
+        if layer and tested.rotates:
+            cos, sin = _angles(rows, spec.head_dim, model.dtype, generator, device)
+            rotate(wide[:, : spec.num_heads + spec.num_kv_heads], cos.float(), sin.float())
+            got = tested.attend_rotating(layer, qkv, cos, sin, tested.plan(spans))
+        else:
+            got = tested.attend(layer, *_heads(qkv, spec), tested.plan(spans))
+        expected = plain.attend(layer, *_heads(wide, spec), plain.plan(spans))
         worst = max(worst, _difference(got[:-1], expected[:-1]), float(got[-1].abs().max()))
         written = [slot for span in spans[:-1] for slot in _slots(span, block_size)]
         got, expected = (pool[layer].flatten(0, 1)[written] for pool in (tested.pool, plain.pool))
@@ -205,6 +220,20 @@ def _attention_difference(model: Transformer, block_size: int, longest: int, mak
     if bool(tested.pool[:, 0].count_nonzero()):
         return float("inf")
     return worst
+
+
+def _heads(qkv: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D], and keys and values [T, 2, Hkv, D]."""
+    return qkv[:, : spec.num_heads], qkv[:, spec.num_heads :].unflatten(1, (2, spec.num_kv_heads))
+
+
+def _angles(
+    rows: int, head_dim: int, dtype: torch.dtype, generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines of random angles, [rows, 1, head dimension], as ``engine.model.rope`` lays them out."""
+    angle = torch.rand((rows, 1, head_dim // 2), device=device, generator=generator) * 6.28
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def _fill_contexts(pool: torch.Tensor, spans: list[Span], block_size: int, generator: torch.Generator) -> None:
@@ -242,12 +271,45 @@ def _fused_difference(model: Transformer) -> float:
 
 
 def _graph_difference(
-    model: Transformer, block_size: int, make_attention: MakeAttention, backend: GraphBackend | None
+    model: Transformer, block_size: int, make_attention: MakeAttention, backend: GraphBackend | None, fused: bool
 ) -> float:
     """Three decodes in graphs of four rows, against the same without a graph: logits, greedy tokens, drawn tokens."""
+    attention, longest = _small_lab(model, block_size, make_attention), 4 * block_size
+    model.prepare_positions(longest)
+    buffers = DecodeBuffers(4, longest, block_size, model.spec.vocab_size, model.device)
+    graphs = DecodeGraphs(
+        DecodeStep(model, attention, buffers, fused),
+        buffers,
+        backend or CudaGraphs(model.device),
+        lambda rows: attention.splits_for(rows, longest),
+        sizes=[4],
+    )
+    graphs.capture()
+    rows = [
+        DecodeRow(place + 1, context, list(range(4 * place + 1, 4 * place + 2 + context // block_size)))
+        for place, context in enumerate((2 * block_size - 1, block_size, 3))
+    ]
+    rows[1].temperature, rows[1].point, rows[2].temperature, rows[2].point = 0.5, 0.4, 1.0, 0.4
+    worst, same = 0.0, True
+    kinds: tuple[Sampling, ...] = ("logits", "greedy", "draw")
+    for sampling in kinds:
+        expected = _copy(graphs.run_eagerly(rows, sampling, padded=True))
+        alone = _copy(graphs.run_eagerly(rows, sampling)) if sampling == "logits" else expected
+        output = _run_over_garbage(graphs, rows, sampling)
+        if output is None or not bool(output.finite.all()) or not bool(expected.finite.all()):
+            return float("inf")
+        if output.logits is not None and expected.logits is not None and alone.logits is not None:
+            worst = max(_difference(output.logits, expected.logits), _difference(output.logits, alone.logits))
+            same = torch.equal(output.logits, expected.logits)
+        # Logits that are the same to the last bit must give the same tokens; others may tip a close decision.
+        elif same and not torch.equal(output.tokens, expected.tokens):
+            return float("inf")
+    return worst
+
+
+def _small_lab(model: Transformer, block_size: int, make_attention: MakeAttention) -> TritonAttention:
+    """Attention in the model's shapes over a dozen blocks of random K and V."""
     spec = model.spec
-    contexts = (2 * block_size - 1, block_size, 3)
-    longest = 4 * block_size
     attention = make_attention(
         num_layers=spec.num_layers,
         num_kv_blocks=12,
@@ -262,36 +324,22 @@ def _graph_difference(
     generator = torch.Generator(model.device).manual_seed(2)
     blocks = attention.pool[:, 1:]
     blocks.copy_(torch.randn(blocks.shape, device=model.device, generator=generator))
-    buffers = DecodeBuffers(4, longest, block_size, model.device)
-    step = DecodeStep(model, attention, buffers)
-    graphs = DecodeGraphs(
-        step, buffers, backend or CudaGraphs(model.device), lambda rows: attention.splits_for(rows, longest), sizes=[4]
-    )
-    graphs.capture()
-    rows = [
-        DecodeRow(place + 1, context, list(range(4 * place + 1, 4 * place + 2 + context // block_size)), place * 0.5, 0.4)
-        for place, context in enumerate(contexts)
-    ]
-    worst, same = 0.0, True
-    kinds: tuple[Sampling, ...] = ("logits", "greedy", "draw")
-    for sampling in kinds:
-        expected = _copy(graphs.run_eagerly(rows, sampling, padded=True))
-        alone = _copy(graphs.run_eagerly(rows, sampling)) if sampling == "logits" else expected
-        buffers.flat.random_(0, 256)
-        buffers.tokens.fill_(-1)
-        output = graphs.run(rows, sampling)
-        if output is None or not bool(output.finite.all()) or not bool(expected.finite.all()):
-            return float("inf")
-        if output.logits is not None and expected.logits is not None and alone.logits is not None:
-            worst = max(_difference(output.logits, expected.logits), _difference(output.logits, alone.logits))
-            same = torch.equal(output.logits, expected.logits)
-        # Logits that are the same to the last bit must give the same tokens; others may tip a close decision.
-        elif same and not torch.equal(output.tokens, expected.tokens):
-            return float("inf")
-    return worst
+    return attention
+
+
+def _run_over_garbage(graphs: DecodeGraphs, rows: list[DecodeRow], sampling: Sampling) -> DecodeOutput | None:
+    """Replay with nothing right in the buffers, but for the tokens of a step before: the rows go on with those."""
+    buffers = graphs.buffers
+    buffers.flat.random_(0, 256)
+    buffers.finite.zero_()
+    buffers.logits.fill_(float("nan"))
+    shifted = [replace(row, token_id=0, source=(place + 1) % len(rows)) for place, row in enumerate(rows)]
+    for row, moved in zip(rows, shifted, strict=True):
+        buffers.tokens[moved.source] = row.token_id
+    return graphs.run(shifted, sampling)
 
 
 def _copy(output: DecodeOutput) -> DecodeOutput:
     """Outputs are overwritten by the next step."""
     logits = None if output.logits is None else output.logits.clone()
-    return DecodeOutput(output.tokens.clone(), output.finite.clone(), logits)
+    return DecodeOutput(output.outcome.clone(), logits)

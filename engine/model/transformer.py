@@ -70,8 +70,13 @@ class Transformer:
         spec = self.spec
         return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.weights.embedding.element_size()
 
+    @property
+    def rotary_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines [positions, head dimension]. They are never changed, only replaced by longer ones."""
+        return self._cos, self._sin
+
     def prepare_positions(self, length: int) -> None:
-        """Make the rotary tables reach ``length`` positions."""
+        """Make the rotary tables reach ``length`` positions. Who reads the old ones by address must hold on to them."""
         if length > self._cos.shape[0]:
             self._cos, self._sin = self._tables(length)
 

@@ -1,89 +1,24 @@
 """Decode graphs without a GPU: a graph that repeats recorded torch calls on fixed addresses, and buffers full of garbage."""
 
-import math
 import random
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from engine.core.runner import StepBatch, Work
+from engine.core.runner import PENDING, StepBatch, Work
 from engine.model.attention import Span
-from engine.model.attention.sdpa import SdpaAttention
 from engine.model.graphs import DecodeBuffers, DecodeGraphs, DecodeRow, DecodeStep, GraphKey, buckets, decode_rows
 from engine.model.sampler import Sampler
+from tests.model.fake_gpu import RecordedGraphs, ResidentSdpa
 from tests.model.kit import make_request
 
 BLOCK_SIZE, BLOCKS, LONGEST, MOST = 8, 62, 64, 6
-
-
-class Recorder(TorchDispatchMode):
-    """Notes every torch call with its results."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-
-class RecordedGraphs:
-    """As CUDA does it: the calls run once while they are recorded, and later again on the same addresses, without Python."""
-
-    def __init__(self):
-        self.captured = []
-        self.allocated = 1000
-
-    def capture(self, work):
-        recorder = Recorder()
-        with recorder:
-            work()
-        self.captured.append(len(recorder.calls))
-        self.allocated += 7
-        return lambda: self.replay(recorder.calls)
-
-    @torch.inference_mode()
-    def replay(self, calls):
-        for func, args, kwargs, result in calls:
-            for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(result), strict=True):
-                if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
-                    old.copy_(new)
-
-    def allocated_bytes(self):
-        return self.allocated
-
-
-class ResidentSdpa(SdpaAttention):
-    """Plain attention over resident tensors: every table entry is a candidate, what lies behind the position is masked."""
-
-    def plan_decodes(self, slots, tables, tiles, splits):
-        return slots, tables, tiles
-
-    def attend(self, layer, q, kv, plan):
-        if not isinstance(plan, tuple):
-            return super().attend(layer, q, kv, plan)
-        slots, tables, tiles = plan
-        pool = self.pool[layer].flatten(0, 1)
-        writes = (slots >= 0)[:, None, None, None]
-        targets = slots.clamp(min=0)
-        pool.index_copy_(0, targets, torch.where(writes, kv, pool[targets]))
-        at = torch.arange(tables.shape[1] * self.block_size)
-        read = at <= tiles[:, 2:3]
-        blocks = torch.where(at // self.block_size <= tiles[:, 2:3] // self.block_size, tables[:, at // self.block_size], 0)
-        seen = pool[blocks.long() * self.block_size + at % self.block_size]
-        keys, values = torch.where(read[:, :, None, None, None], seen, 0.0).repeat_interleave(self.group, 3).unbind(2)
-        scores = torch.einsum("rhd,rshd->rhs", q, keys) / self.head_dim**0.5
-        weights = scores.masked_fill(~read[:, None], -math.inf).softmax(-1)
-        return torch.einsum("rhs,rshd->rhd", weights, values)[tiles[:, 0].long()].flatten(1)
 
 
 class Lab:
@@ -104,10 +39,10 @@ class Lab:
         )
         self.attention.pool.normal_(generator=torch.Generator().manual_seed(1))
         self.attention.pool[:, 0] = 0
-        self.buffers = DecodeBuffers(MOST, LONGEST, BLOCK_SIZE, self.model.device)
+        self.buffers = DecodeBuffers(MOST, LONGEST, BLOCK_SIZE, spec.vocab_size, self.model.device)
         self.backend = RecordedGraphs()
         step = DecodeStep(self.model, self.attention, self.buffers)
-        self.graphs = DecodeGraphs(step, self.buffers, self.backend, splits_for=lambda rows: 8 // rows + 1)
+        self.graphs = DecodeGraphs(step, self.buffers, self.backend, lambda rows: self.attention.splits_for(rows, LONGEST))
         if capture:
             self.graphs.capture()
 
@@ -117,7 +52,8 @@ class Lab:
         flat = torch.from_numpy(garbage.integers(0, 256, self.buffers.flat.numel(), dtype=np.uint8))
         self.buffers.flat.copy_(flat)
         self.buffers.tokens.fill_(-(2**40))
-        self.buffers.finite.copy_(torch.from_numpy(garbage.integers(0, 2, MOST).astype(bool)))
+        self.buffers.finite.copy_(torch.from_numpy(garbage.integers(0, 2, MOST)))
+        self.buffers.logits.fill_(float("nan"))
         for staging in self.buffers._staging:
             used = {place: table for place, table in enumerate(staging.tables) if table}
             kept = {place: staging.fields["tables"][place, : len(table)].copy() for place, table in used.items()}
@@ -168,7 +104,7 @@ def make_batch(count, seed, **params):
 @given(count=st.integers(1, MOST), seed=st.integers(0, 10**6), warm=st.booleans())
 def test_a_graph_gives_what_the_ordinary_way_gives(lab, count, seed, warm):
     batch = make_batch(count, seed, temperature=0.8 if warm else 0.0)
-    rows, sampling = decode_rows(batch)
+    rows, sampling = decode_rows(batch, {})
     assert sampling == ("draw" if warm else "greedy")
     tokens, _, pool = lab.ordinary(rows, [work.request for work in batch.work])
     lab.poison(seed)
@@ -189,7 +125,7 @@ def test_a_graph_gives_what_the_ordinary_way_gives(lab, count, seed, warm):
 def test_greedy_and_drawing_rows_share_a_step(lab):
     batch = make_batch(4, 3, temperature=0.9)
     batch.work[1].request.params = make_request(temperature=0).params
-    rows, sampling = decode_rows(batch)
+    rows, sampling = decode_rows(batch, {})
     tokens, logits, _ = lab.ordinary(rows, [work.request for work in batch.work])
     assert sampling == "draw"
     assert lab.graphs.run(rows, sampling).tokens.tolist() == tokens
@@ -203,7 +139,7 @@ def test_greedy_and_drawing_rows_share_a_step(lab):
 )
 def test_other_wishes_get_logits(lab, params):
     batch = make_batch(3, 8, temperature=1.0, **params)
-    rows, sampling = decode_rows(batch)
+    rows, sampling = decode_rows(batch, {})
     assert sampling == "logits"
     _, logits, _ = lab.ordinary(rows, [work.request for work in batch.work])
     lab.poison(1)
@@ -213,20 +149,65 @@ def test_other_wishes_get_logits(lab, params):
 def test_what_is_no_plain_decode_is_left_to_the_ordinary_way():
     batch = make_batch(2, 0)
     one, two = batch.work
-    assert decode_rows(StepBatch(0, [])) is None
-    assert decode_rows(batch) is not None
+    assert decode_rows(StepBatch(0, []), {}) is None
+    assert decode_rows(batch, {}) is not None
     for odd in (
         changed(one, token_ids=[1, 2]),
-        changed(one, request=None, samples=()),
         changed(one, samples=()),
         changed(one, samples=(one.request, two.request)),
         changed(one, block_table=[]),
     ):
-        assert decode_rows(StepBatch(0, [odd, two])) is None
+        assert decode_rows(StepBatch(0, [odd, two]), {}) is None
+
+
+def test_padding_of_a_static_batch_is_a_row_that_stores_nothing(lab):
+    batch = make_batch(3, 4, temperature=0)
+    tokens, _, _ = lab.ordinary(decode_rows(batch, {})[0], [work.request for work in batch.work])
+    batch.work.insert(1, Work(None, [0], 20, [0, 0, 0]))
+    rows, sampling = decode_rows(batch, {})
+    before = lab.attention.pool[:, 0].clone()
+    output = lab.graphs.run(rows, sampling)
+    assert [output.tokens.tolist()[place] for place in (0, 2, 3)] == tokens
+    assert output.finite.all() and torch.equal(lab.attention.pool[:, 0], before)
+
+
+def test_rows_go_on_with_the_tokens_of_the_step_before(lab):
+    batch = make_batch(4, 11, temperature=0)
+    rows, sampling = decode_rows(batch, {})
+    expected = lab.graphs.run(rows, sampling).tokens.tolist()
+    places = {work.request: place for work, place in zip(batch.work, (3, 0, 5, 1), strict=True)}
+    lab.poison(2)
+    for work in (batch.work[0], batch.work[2], batch.work[3]):
+        lab.buffers.tokens[places[work.request]] = work.token_ids[0]
+        work.token_ids = [PENDING]
+    rows, sampling = decode_rows(batch, places)
+    assert [row.source for row in rows] == [3, -1, 5, 1]
+    assert lab.graphs.run(rows, sampling).tokens.tolist() == expected
+    with pytest.raises(KeyError, match=r"'r0'.* is pending, but the step submitted before doesn't sample for it"):
+        decode_rows(batch, {})
+
+
+def test_rotary_tables_that_grow_later_leave_a_graph_its_own(tiny):
+    model = copy(tiny.transformer)
+    lab = Lab(SimpleNamespace(transformer=model))
+    rows, sampling = decode_rows(make_batch(3, 7, temperature=0), {})
+    expected = lab.graphs.run(rows, sampling).tokens.tolist()
+    old = model.rotary_tables
+    model.prepare_positions(4096)
+    assert model.rotary_tables[0].shape[0] == 4096 and model.rotary_tables[0] is not old[0]
+    assert lab.graphs._step._held[0] is old[0]
+    assert lab.graphs.run(rows, sampling).tokens.tolist() == expected
+
+
+def test_rotary_tables_that_are_too_short_are_refused(tiny):
+    model = tiny.transformer
+    longer = model.rotary_tables[0].shape[0] + 1
+    with pytest.raises(ValueError, match=f"sequences of {longer}: call prepare_positions first"):
+        DecodeStep(model, None, DecodeBuffers(1, longer, 8, 5, torch.device("cpu")))
 
 
 def test_graph_equals_its_own_eager_run(lab):
-    rows, sampling = decode_rows(make_batch(3, 5, temperature=0.7))
+    rows, sampling = decode_rows(make_batch(3, 5, temperature=0.7), {})
     pool = lab.attention.pool.clone()
     eager = lab.graphs.run_eagerly(rows, sampling).tokens.tolist()
     lab.attention.pool.copy_(pool)
@@ -234,7 +215,7 @@ def test_graph_equals_its_own_eager_run(lab):
 
 
 def test_broken_rows_are_named_and_hurt_no_other(lab):
-    rows, sampling = decode_rows(make_batch(3, 6, temperature=0.7))
+    rows, sampling = decode_rows(make_batch(3, 6, temperature=0.7), {})
     rows[1] = replace(rows[1], context=9, block_table=[BLOCKS - 1, BLOCKS])
     kept = lab.attention.pool.clone()
     lab.attention.pool[:, BLOCKS - 1] = float("nan")
@@ -247,7 +228,7 @@ def test_broken_rows_are_named_and_hurt_no_other(lab):
 def test_capture_order_memory_and_keys(tiny):
     lab = Lab(tiny, capture=False)
     seen = []
-    lab.graphs._step = lambda key: seen.append(key)
+    lab.graphs._step = seen.append
     before = lab.attention.pool.clone()
     lab.graphs.capture()
     assert [key.rows for key in seen] == sorted((key.rows for key in seen), reverse=True)
@@ -261,7 +242,7 @@ def test_capture_order_memory_and_keys(tiny):
 
 def test_without_a_captured_graph_there_is_no_answer(tiny):
     lab = Lab(tiny, capture=False)
-    rows, sampling = decode_rows(make_batch(2, 0, temperature=0))
+    rows, sampling = decode_rows(make_batch(2, 0, temperature=0), {})
     assert lab.graphs.run(rows, sampling) is None
 
 
@@ -273,7 +254,7 @@ def test_capture_itself_writes_nothing(tiny):
 
 
 def test_tables_that_grow_shrink_and_change_arrive_whole():
-    buffers = DecodeBuffers(2, 64, 8, torch.device("cpu"))
+    buffers = DecodeBuffers(2, 64, 8, 5, torch.device("cpu"))
     ids = random.Random(1)
     table = [1]
     for _ in range(60):
@@ -292,13 +273,13 @@ def test_tables_that_grow_shrink_and_change_arrive_whole():
 
 @pytest.mark.parametrize(("rows", "bucket", "message"), [(3, 2, "3 rows"), (1, 9, "the buffers hold 4")])
 def test_too_many_rows_are_refused(rows, bucket, message):
-    buffers = DecodeBuffers(4, 64, 8, torch.device("cpu"))
+    buffers = DecodeBuffers(4, 64, 8, 5, torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
         buffers.fill([DecodeRow(1, 0, [1])] * rows, bucket)
 
 
 def test_a_table_that_is_too_wide_is_refused():
-    buffers = DecodeBuffers(4, 64, 8, torch.device("cpu"))
+    buffers = DecodeBuffers(4, 64, 8, 5, torch.device("cpu"))
     with pytest.raises(ValueError, match="9 blocks, but the buffers hold 8"):
         buffers.fill([DecodeRow(1, 0, list(range(9)))], 4)
 

@@ -50,6 +50,8 @@ class Attention(Protocol):
     """For people: shown on the screen."""
     rotates: bool
     """Whether ``attend_rotating`` is there, which turns queries and keys by their positions while it stores them."""
+    pool: torch.Tensor | None
+    """K and V of all layers; None without a KV cache, and once the memory was given back."""
     upload: Upload
     """How plans bring their numbers to the device; a runner may put a way in its place that doesn't wait."""
 

@@ -18,8 +18,11 @@ written: what an earlier owner left behind is never read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +65,10 @@ class SdpaPlan:
     prefills: list[_Prefill] = field(default_factory=list)
 
 
+def _upload(device: torch.device, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype).to(device)
+
+
 class SdpaAttention:
     """The reference backend. Pool: [layers, blocks + 1, block_size, 2, Hkv, D]; K and V of a token lie side by side."""
 
@@ -85,7 +92,7 @@ class SdpaAttention:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.group = num_heads // num_kv_heads
         self.dtype, self.device = dtype, device
-        self.upload: Upload = lambda values, dtype: torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        self.upload: Upload = partial(_upload, device)
         self.pool: torch.Tensor | None = None
         if num_kv_blocks:
             shape = (num_layers, num_kv_blocks + 1, block_size, 2, num_kv_heads, head_dim)

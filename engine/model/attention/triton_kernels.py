@@ -93,7 +93,7 @@ def store_kernel(
     tl.store(target + HEAD_DIM // 2, b, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # differs from step to step: one compiled kernel serves all widths
 def attend_kernel(
     q_ptr,
     kv_ptr,

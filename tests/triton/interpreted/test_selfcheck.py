@@ -116,12 +116,19 @@ class Padded(TritonAttention):
         super()._launch_store(x, angles, pool, slots.clamp(min=0), num_q)
 
 
+class Unturned(TritonAttention):
+    """Forgets to rotate."""
+
+    def attend_rotating(self, layer, qkv, cos, sin, plan):
+        return super().attend_rotating(layer, qkv, torch.ones_like(cos), torch.zeros_like(sin), plan)
+
+
 class Refused(TritonAttention):
     def _attend(self, q, pool, block_size, plan):
         raise RuntimeError("out of resource: shared memory, Required: 230000, Hardware limit: 101376")
 
 
-@pytest.mark.parametrize("kind", [Unscaled, Stale, Misplaced, Padded])
+@pytest.mark.parametrize("kind", [Unscaled, Stale, Misplaced, Padded, Unturned])
 def test_wrong_attention_is_found_out(model, kind):
     found = verdict(model, lambda **settings: kind(**settings, processors=8))
     assert not found.triton and not found.graphs and found.fused

@@ -1,0 +1,150 @@
+"""A GPU's habits on a CPU: graphs that repeat recorded calls, attention over resident tensors, copies that come late."""
+
+import math
+from contextlib import nullcontext
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine.model.attention.sdpa import SdpaAttention
+from engine.model.backend import Backend
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every torch call with its results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+class RecordedGraphs:
+    """As CUDA does it: the calls run once while they are recorded, and later again on the same addresses, without Python."""
+
+    def __init__(self):
+        self.captured = []
+        self.allocated = 1000
+        self.replays = 0
+
+    def capture(self, work):
+        recorder = Recorder()
+        with recorder:
+            work()
+        self.captured.append(len(recorder.calls))
+        self.allocated += 7
+        return lambda: self.replay(recorder.calls)
+
+    @torch.inference_mode()
+    def replay(self, calls):
+        self.replays += 1
+        for func, args, kwargs, result in calls:
+            for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(result), strict=True):
+                if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+    def allocated_bytes(self):
+        return self.allocated
+
+
+class ResidentSdpa(SdpaAttention):
+    """Plain attention over resident tensors: every table entry is a candidate, what lies behind the position is masked."""
+
+    name = "resident SDPA"
+
+    def splits_for(self, tiles, longest):
+        return 8 // tiles + 1
+
+    def plan_decodes(self, slots, tables, tiles, splits):
+        return slots, tables, tiles
+
+    def attend(self, layer, q, kv, plan):
+        if not isinstance(plan, tuple):
+            return super().attend(layer, q, kv, plan)
+        slots, tables, tiles = plan
+        pool = self.pool[layer].flatten(0, 1)
+        writes = (slots >= 0)[:, None, None, None]
+        targets = slots.clamp(min=0)
+        pool.index_copy_(0, targets, torch.where(writes, kv, pool[targets]))
+        at = torch.arange(tables.shape[1] * self.block_size)
+        read = at <= tiles[:, 2:3]
+        blocks = torch.where(at // self.block_size <= tiles[:, 2:3] // self.block_size, tables[:, at // self.block_size], 0)
+        seen = pool[blocks.long() * self.block_size + at % self.block_size]
+        keys, values = torch.where(read[:, :, None, None, None], seen, 0.0).repeat_interleave(self.group, 3).unbind(2)
+        scores = torch.einsum("rhd,rshd->rhs", q, keys) / self.head_dim**0.5
+        weights = scores.masked_fill(~read[:, None], -math.inf).softmax(-1)
+        return torch.einsum("rhs,rshd->rhd", weights, values)[tiles[:, 0].long()].flatten(1)
+
+
+class LateEvent:
+    """A mark behind what was sent so far. Its time is the number of marks before it."""
+
+    def __init__(self, device):
+        self.device, self.mark, self.time = device, 0, 0
+
+    def record(self):
+        self.device.marks += 1
+        self.mark, self.time = len(self.device.sent), self.device.marks
+
+    def wait(self):
+        self.device.settle(self.mark)
+
+    def seconds_since(self, earlier):
+        return float(self.time - earlier.time)
+
+
+class LateFetch:
+    """Copies at the last moment: whatever was written to the source in between arrives too."""
+
+    def __init__(self, device, source):
+        self.device, self.source = device, source
+        self.host = torch.full_like(source, 1) if source.dtype == torch.bool else torch.full_like(source, -(2**40))
+
+    def wait(self):
+        self.device.fetched += 1
+        return self.host.copy_(self.source)
+
+
+class LateDevice:
+    """A GPU that is as late as it may be: pinned memory must stay until an event was waited for, results come when asked."""
+
+    asynchronous = True
+
+    def __init__(self):
+        self.sent, self.settled, self.marks, self.fetched = [], 0, 0, 0
+        self.last_work = None
+
+    def pinned(self, size):
+        return torch.randint(0, 256, (size,), dtype=torch.uint8)
+
+    def event(self):
+        return LateEvent(self)
+
+    def send(self, source, target):
+        target.copy_(source)
+        self.sent.append((source, source.clone()))
+
+    def settle(self, mark):
+        for source, as_sent in self.sent[self.settled : mark]:
+            assert torch.equal(source, as_sent), "pinned memory was written while a copy out of it was under way"
+        self.settled = max(self.settled, mark)
+
+    def fetch(self, source):
+        return LateFetch(self, source)
+
+    def scope(self):
+        return nullcontext()
+
+    def finish(self):
+        self.settle(len(self.sent))
+
+
+def fake_backend(graphs=True):
+    """A backend with graphs on a CPU, and what records them."""
+    recorded = RecordedGraphs()
+    return Backend(ResidentSdpa, ResidentSdpa.name, graphs=(lambda: recorded) if graphs else None), recorded
