@@ -126,7 +126,7 @@ def settings_part(config: EngineConfig, base: EngineConfig) -> str:
     """The settings that differ from ``base``, as the link has them."""
     shown = []
     for name in config.__struct_fields__:
-        if name == "max_num_queued_requests":  # a quota of the server, not a setting of the lab
+        if name in ("max_num_queued_requests", "gpu_memory_utilization"):  # a quota, and a share of this machine's memory
             continue
         value = getattr(config, name)
         if value != getattr(base, name) and value is not None:

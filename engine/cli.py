@@ -113,6 +113,10 @@ def _add_generate(commands: Any) -> None:
     engine.add_argument("--max-num-batched-tokens", type=_positive, help="token budget of a step")
     engine.add_argument("--block-size", type=_positive, help="tokens in a KV block")
     engine.add_argument("--num-kv-blocks", type=_positive, help="KV blocks in the pool")
+    engine.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="SHARE",
+        help="share of the GPU's memory to fill, above 0 and at most 1: sizes the pool in place of --num-kv-blocks",
+    )  # fmt: skip
     generate.set_defaults(command=_generate)
 
 
@@ -291,7 +295,7 @@ def _load(arguments: argparse.Namespace, listener: Printer) -> LLM:
     from engine import LLM
 
     settle_threads(arguments.threads)
-    names = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks")
+    names = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "gpu_memory_utilization")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return LLM(
         arguments.model,

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from engine.core.block_pool import BlockHash
 from engine.core.clock import Clock, MonotonicClock
-from engine.core.config import EngineConfig, build_config
+from engine.core.config import EngineConfig, build_config, require_gpu
 from engine.core.engine import Engine
 from engine.core.outputs import ClosedRequest, EngineStats, Listener, OpenedRequest, RequestOutput, TokenEvent
 from engine.core.runner import Runner
@@ -23,6 +24,7 @@ from engine.core.sampling_params import SamplingParams
 from engine.core.trace import RequestTrace, StepTrace
 from engine.model.checkpoint import Progress
 from engine.model.loader import LoadedModel, load_model
+from engine.model.memory import CudaProbe, fit_pool
 from engine.model.runner import ModelRunner
 from engine.serve.detokenizer import Codec
 
@@ -64,11 +66,19 @@ def build_engine(
 
     Raises:
         ValueError: the KV pool doesn't fit into memory, or ``max_model_len`` exceeds the model's positions.
+
+    ``gpu_memory_utilization`` sizes the pool here: the engine's own ``config`` says how many blocks it became.
     """
     codec = Codec(loaded.tokenizer)
+    if runner is None:
+        make = partial(ModelRunner, loaded.transformer, codec=codec)
+        config = fit_pool(loaded.transformer, config, CudaProbe(loaded.transformer, make))
+        runner = make(config)
+    else:
+        require_gpu(config, "a runner of your own")
     return Engine(
         config,
-        runner or ModelRunner(loaded.transformer, config, codec),
+        runner,
         clock,
         codec=codec,
         eos_token_ids=loaded.eos_token_ids,
@@ -110,13 +120,18 @@ class LLM:
         **config: Any,
     ) -> None:
         self.model = model if isinstance(model, LoadedModel) else load_model(model, device, dtype, progress)
-        self.config = resolve_config(self.model, config)
         self.tokenizer = self.model.tokenizer
         self.clock = clock or MonotonicClock()
         self._closings = _Closings(listener)
         self.engine = build_engine(
-            self.model, self.config, runner=runner, clock=self.clock, listener=self._closings, block_hash=block_hash
+            self.model,
+            resolve_config(self.model, config),
+            runner=runner,
+            clock=self.clock,
+            listener=self._closings,
+            block_hash=block_hash,
         )
+        self.config = self.engine.config
 
     # ------------------------------------------------------------------ all at once
 

@@ -138,5 +138,6 @@ def gpu_alt(steps: Sequence[StepTrace]) -> str:
     each = 1000 / len(timed)
     return (
         f"{len(timed)} steps timed by the GPU itself: it worked {work * each:,.2f} ms a step and idled "
-        f"{idle * each:,.2f} ms before it ({100 * idle / (work + idle):.0f} % of its time); its host spent {launch * each:,.2f} ms asking."
+        f"{idle * each:,.2f} ms before it ({100 * idle / (work + idle):.0f} % of its time); "
+        f"its host spent {launch * each:,.2f} ms asking."
     )

@@ -17,7 +17,9 @@ def vllm_command(config: EngineConfig, model: str) -> str:
         f"--max-num-batched-tokens {config.token_budget}",
         f"--max-num-seqs {config.max_num_seqs}",
         f"--block-size {config.block_size}",
-        f"--num-gpu-blocks-override {config.num_kv_blocks}",
+        f"--num-gpu-blocks-override {config.num_kv_blocks}"
+        if config.gpu_memory_utilization is None
+        else f"--gpu-memory-utilization {config.gpu_memory_utilization:g}",
         f"--{'' if config.chunked_prefill else 'no-'}enable-chunked-prefill",
         f"--{'' if config.prefix_caching else 'no-'}enable-prefix-caching",
         f"--scheduling-policy {config.scheduling_policy}",

@@ -245,7 +245,8 @@ def ran_out(error: BaseException) -> bool:
 
 def _step_words(batch: StepBatch) -> str:
     tokens = sum(len(work.token_ids) for work in batch.work)
-    return f"{tokens:,} tokens of {len(batch.work):,} sequences"
+    count = len(batch.work)
+    return f"{tokens:,} token{'s' * (tokens != 1)} of {count:,} sequence{'s' * (count != 1)}"
 
 
 def _words(config: EngineConfig, device: torch.device, weights: int, pool: int, doing: str, error: BaseException) -> str:
@@ -253,10 +254,11 @@ def _words(config: EngineConfig, device: torch.device, weights: int, pool: int, 
     asked = re.search(r"tried to allocate ([\d.]+ ?\w+)", str(error), re.IGNORECASE)
     wanted = f" {asked.group(1)} more were wanted," if asked else ""
     free, total = _free_and_total(device)
+    where = str(device) if device.type == "cuda" else "the machine"
     room = "num_kv_blocks" if config.gpu_memory_utilization is None else "gpu_memory_utilization"
     now = f"{getattr(config, room):,}"
     return (
-        f"the memory of {device} ran out {doing}:{wanted} {_gib(free)} of {_gib(total)} are free; the weights take "
+        f"the memory of {where} ran out {doing}:{wanted} {_gib(free)} of {_gib(total)} are free; the weights take "
         f"{_gib(weights)}, the KV pool {_gib(pool)}. Lower max_num_batched_tokens (now {config.token_budget:,}) or "
         f"max_num_seqs (now {config.max_num_seqs:,}) for smaller steps, or {room} (now {now}) to leave them more room"
     )

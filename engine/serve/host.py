@@ -66,6 +66,8 @@ COMMANDS_A_STEP = 32
 """Commands done between two steps, so that no flood of them stops the engine."""
 POOL_SHARE = 0.4
 """Share of the free memory that all KV pools may take unless the options say otherwise."""
+GPU_POOL_SHARE = 0.9
+"""The same of a GPU's memory, which serves nothing else."""
 PARENT_CHECK = 2.0
 """Seconds between two looks at whether the parent process still lives."""
 
@@ -294,7 +296,7 @@ class Host:
         gc.collect()
         quota = self._options.kv_quota_bytes
         if quota is None:
-            quota = int(model.free_bytes() * POOL_SHARE)
+            quota = int(model.free_bytes() * (POOL_SHARE if model.gpu is None else GPU_POOL_SHARE))
         self._gpu = watch(model.gpu, self._gpu_news)
         sampled = self._gpu.latest if self._gpu is not None else nothing_sampled
         self._labs = LabSet(model, self._post, max_labs=self._options.max_labs, quota_bytes=quota, device_sample=sampled)

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from engine.core.clock import PausableClock
-from engine.core.config import ConfigError, EngineConfig, build_config
+from engine.core.config import ConfigError, EngineConfig, build_config, require_gpu
 from engine.core.engine import Engine
 from engine.core.outputs import ClosedRequest, OpenedRequest, TextCodec, TokenEvent
 from engine.core.runner import Runner
@@ -53,6 +53,14 @@ class HostModel(Protocol):
 
     def encode(self, text: str, *, chat: bool) -> list[int]:
         """Token ids of a text, wrapped in the chat template or with the model's usual special tokens."""
+        ...
+
+    def fit(self, config: EngineConfig) -> EngineConfig:
+        """The settings with the pool that ``gpu_memory_utilization`` asks for; unchanged without it.
+
+        Raises:
+            ValueError: there is no GPU, or too little memory, with all numbers.
+        """
         ...
 
     def runner(self, config: EngineConfig) -> Runner:
@@ -463,7 +471,7 @@ class LabSet:
             raise RefusalError(
                 f"{len(self._labs)} labs are open, the most this host takes (max_labs={self.max_labs}). Close one first"
             )
-        config = self._config(fields)
+        config = self.model.fit(self._config(fields))
         self._check_quota(config, self.pool_bytes)
         lab = Lab(
             name,
@@ -502,6 +510,9 @@ class LabSet:
         lab = self.get(name)
         config = self._config({**msgspec.structs.asdict(lab.config), **_loosen(fields), **fields})
         others = self.pool_bytes - self.model.pool_bytes(lab.config)
+        if config.gpu_memory_utilization is not None:
+            self._replace_in_place(lab, config, others)
+            return lab.info()
         self._check_quota(config, others)
         if others + self.model.pool_bytes(lab.config) + self.model.pool_bytes(config) <= self.quota_bytes:
             runner = self.model.runner(config)
@@ -509,14 +520,19 @@ class LabSet:
             self.model.release(lab.runner)
             lab.restart(config, runner)
         else:
-            self._replace_in_place(lab, config)
+            self._replace_in_place(lab, config, others)
         return lab.info()
 
-    def _replace_in_place(self, lab: Lab, config: EngineConfig) -> None:
-        """Both pools don't fit at once: the old one goes first, and comes back empty if the new one can't be had."""
+    def _replace_in_place(self, lab: Lab, config: EngineConfig, others: int) -> None:
+        """Both pools don't fit at once, or the old one would be in the way of measuring what the new one may have.
+
+        The old one goes first, and comes back empty if the new one can't be had.
+        """
         lab.stop()
         self.model.release(lab.runner)
         try:
+            config = self.model.fit(config)
+            self._check_quota(config, others)
             runner = self.model.runner(config)
         except Exception:
             lab.restart(lab.config, self.model.runner(lab.config))
@@ -534,6 +550,8 @@ class LabSet:
                 f"max_model_len={config.max_model_len:,} is more than the {longest:,} tokens that {self.model.info.title} "
                 f"was made for: set max_model_len to at most {longest:,}"
             )
+        if self.model.gpu is None:
+            require_gpu(config, self.model.info.device)
         return config
 
     def _check_quota(self, config: EngineConfig, others: int) -> None:
@@ -546,6 +564,7 @@ class LabSet:
             f"num_kv_blocks={config.num_kv_blocks:,} of block_size={config.block_size} take {_size(needed)}; all pools "
             f"together may take {_size(self.quota_bytes)}, of which other labs hold {_size(others)} and {_size(free)} are "
             f"left. Set num_kv_blocks to at most {max(0, free // a_block - 1):,}"
+            + (", or lower gpu_memory_utilization" if config.gpu_memory_utilization is not None else "")
         )
 
     def next(self) -> tuple[Lab | None, float | None]:

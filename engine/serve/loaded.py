@@ -12,6 +12,7 @@ from engine.core.config import EngineConfig
 from engine.core.outputs import TextCodec
 from engine.core.runner import Runner
 from engine.model.loader import load_model
+from engine.model.memory import CudaProbe, fit_pool
 from engine.model.runner import ModelRunner, available_bytes
 from engine.serve.detokenizer import Codec
 from engine.serve.gpu_figures import GpuName
@@ -45,6 +46,10 @@ class TorchModel:
         if chat and tokenizer.has_chat_template:
             return tokenizer.encode_chat([{"role": "user", "content": text}])
         return tokenizer.encode(text)
+
+    def fit(self, config: EngineConfig) -> EngineConfig:
+        """The settings with the pool that ``gpu_memory_utilization`` asks for, by measuring; unchanged without it."""
+        return fit_pool(self._loaded.transformer, config, CudaProbe(self._loaded.transformer, self.runner))
 
     def runner(self, config: EngineConfig) -> Runner:
         """A runner with a KV pool of its own."""

@@ -35,7 +35,8 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_labs: int = 32
     """Labs that can be open at once."""
     kv_quota_bytes: int | None = None
-    """Most bytes of all KV pools together. None: 40 % of the memory that is free once the model is loaded."""
+    """Most bytes of all KV pools together. None: of the memory that is free once the model is loaded 40 %, or
+    90 % on a GPU."""
     backlog_units: int = 2_000_000
     """Numbers that the unsent news of one lab may hold (about 20 bytes each) before older steps are left out."""
 

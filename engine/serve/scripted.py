@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import psutil
 
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, require_gpu
 from engine.core.outputs import IncrementalDecoder, TextCodec
 from engine.core.request import Request
 from engine.core.runner import Runner, ScriptedRunner, StepBatch, StepResult
@@ -111,6 +111,11 @@ class ScriptedModel:
     def encode(self, text: str, *, chat: bool) -> list[int]:
         """The text's bytes."""
         return list(text.encode())
+
+    def fit(self, config: EngineConfig) -> EngineConfig:
+        """The settings: the script runs without a GPU, so nothing is sized by one."""
+        require_gpu(config, "a script")
+        return config
 
     def runner(self, config: EngineConfig) -> Runner:
         """A runner at the model's pace."""

@@ -14,7 +14,7 @@ from engine.core.config import build_config
 FLAGS = {
     "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--block-size", "--num-gpu-blocks-override",
     "--enable-chunked-prefill", "--no-enable-chunked-prefill", "--enable-prefix-caching", "--no-enable-prefix-caching",
-    "--scheduling-policy", "--long-prefill-token-threshold", "--seed",
+    "--scheduling-policy", "--long-prefill-token-threshold", "--seed", "--gpu-memory-utilization",
 }  # fmt: skip
 """From ``vllm serve --help=all`` of vLLM 0.32."""
 
@@ -34,6 +34,7 @@ def words(command: str) -> list[str]:
         {"kv_layout": "contiguous", "max_model_len": 256},
         {"use_kv_cache": False, "max_model_len": 256, "seed": None},
         {"block_size": 8},
+        {"gpu_memory_utilization": 0.85},
     ],
 )
 def test_only_flags_that_exist_with_the_settings_values(fields: dict[str, Any]):
@@ -44,7 +45,9 @@ def test_only_flags_that_exist_with_the_settings_values(fields: dict[str, Any]):
     assert {word for word in said if word.startswith("--")} <= FLAGS
     values = dict(pairwise(said))
     assert values["--max-num-batched-tokens"] == str(config.token_budget)
-    assert values["--num-gpu-blocks-override"] == str(config.num_kv_blocks)
+    share = config.gpu_memory_utilization
+    assert values.get("--num-gpu-blocks-override") == (str(config.num_kv_blocks) if share is None else None)
+    assert values.get("--gpu-memory-utilization") == (None if share is None else f"{share:g}")
     assert values["--block-size"] == str(config.block_size)
     assert ("--enable-prefix-caching" in said) == config.prefix_caching
     assert ("--no-enable-chunked-prefill" in said) == (not config.chunked_prefill)

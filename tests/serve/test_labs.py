@@ -4,7 +4,10 @@ import time
 
 import pytest
 
+from engine.core.config import EngineConfig
+from engine.core.runner import Runner
 from engine.core.trace import DeviceSample
+from engine.serve.gpu_figures import GpuName
 from engine.serve.labs import LabSet, RefusalError
 from engine.serve.protocol import LabUpdate, Send
 from engine.serve.scripted import FAILS, ScriptedModel
@@ -344,3 +347,78 @@ def test_each_word_of_the_gpu_goes_into_one_step_of_each_lab() -> None:
     bench.send(max_tokens=5)
     bench.run(5)
     assert [step.device and step.device.time for step in bench.steps("a")] == [None, 1.0, None, 2.0, None]
+
+
+class SizedModel(ScriptedModel):
+    """A scripted model on a pretended GPU: the pool becomes 40 blocks, or nothing fits; told what happened in order."""
+
+    def __init__(self) -> None:
+        super().__init__("scripted:kv_bytes=64", lambda stage, fraction: None)
+        self.gpu = GpuName("pretended")
+        self.events: list[str] = []
+        self.fits = True
+
+    def fit(self, config: EngineConfig) -> EngineConfig:
+        if config.gpu_memory_utilization is None:
+            return config
+        self.events.append("fit")
+        if not self.fits:
+            raise ValueError("too little memory, with numbers")
+        return config.replace(num_kv_blocks=40)
+
+    def runner(self, config: EngineConfig) -> Runner:
+        self.events.append(f"runner {config.num_kv_blocks}")
+        return super().runner(config)
+
+    def release(self, runner: Runner) -> None:
+        self.events.append("release")
+
+
+def sized_bench(quota_bytes: int = 2**40) -> tuple[Bench, SizedModel]:
+    bench, model = Bench(), SizedModel()
+    bench.model = model
+    bench.labs = LabSet(model, bench.posted.append, max_labs=4, quota_bytes=quota_bytes)
+    return bench, model
+
+
+def test_a_share_of_the_gpus_memory_sizes_the_pool() -> None:
+    bench, model = sized_bench()
+    info = bench.open(gpu_memory_utilization=0.9, num_kv_blocks=7)
+    assert (info.config.num_kv_blocks, info.config.gpu_memory_utilization) == (40, 0.9)
+    assert model.events == ["fit", "runner 40"]
+    bench.send(max_tokens=3)
+    bench.run()
+    assert bench.labs.get("a").engine.stats().blocks_total == 40
+
+
+def test_the_old_pool_goes_before_the_new_one_is_measured_and_comes_back_if_nothing_fits() -> None:
+    bench, model = sized_bench()
+    bench.open(num_kv_blocks=16)
+    model.events.clear()
+    assert bench.labs.reconfigure("a", {"gpu_memory_utilization": 0.9}).config.num_kv_blocks == 40
+    assert model.events == ["release", "fit", "runner 40"]
+    assert bench.labs.reconfigure("a", {"max_num_seqs": 4}).config.num_kv_blocks == 40, "measured again"
+    model.events.clear()
+    model.fits = False
+    with pytest.raises(ValueError, match="too little memory"):
+        bench.labs.reconfigure("a", {"max_num_seqs": 8})
+    assert model.events == ["release", "fit", "runner 40"]
+    assert bench.labs.get("a").config.max_num_seqs == 4
+    model.events.clear()
+    fixed = bench.labs.reconfigure("a", {"gpu_memory_utilization": None, "num_kv_blocks": 20}).config
+    assert (fixed.num_kv_blocks, fixed.gpu_memory_utilization, model.events) == (20, None, ["runner 20", "release"])
+
+
+def test_a_share_is_refused_before_anything_is_touched_where_there_is_no_gpu() -> None:
+    bench = Bench()
+    bench.open()
+    before = bench.labs.get("a").engine
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0\.9 .*set num_kv_blocks"):
+        bench.labs.reconfigure("a", {"gpu_memory_utilization": 0.9})
+    assert bench.labs.get("a").engine is before
+
+
+def test_a_sized_pool_keeps_to_the_quota_of_all_labs() -> None:
+    bench, _ = sized_bench(quota_bytes=20 * 16 * 64)
+    with pytest.raises(RefusalError, match="or lower gpu_memory_utilization"):
+        bench.open(gpu_memory_utilization=0.9)
