@@ -11,6 +11,10 @@ const KNOBS = [
   INT("max_model_len", "tokens", 1, "Longest prompt plus output. Longer requests are refused."),
   INT("block_size", "tokens a block", 1, "Tokens in one KV block. Larger: shorter block tables, more waste in last blocks, fewer prefix hits."),
   INT("num_kv_blocks", "blocks", 1, "KV blocks in the pool. Fewer: requests wait or are preempted. In vLLM: num_gpu_blocks_override."),
+  {
+    name: "gpu_memory_utilization", unit: "share of the GPU's memory", least: 0.01, most: 1, kind: "share",
+    help: "Above 0, at most 1. Sizes num_kv_blocks from the memory that is free after weights, activations and graphs. Empty: num_kv_blocks as given.",
+  },
   FLAG("enable_prefix_caching", "Share full blocks of equal prompt beginnings instead of computing them again."),
   FLAG("enable_chunked_prefill", "Split long prompts over several steps, so that others keep getting tokens in between."),
   INT("long_prefill_token_threshold", "tokens, 0 is off", 0, "Most prompt tokens of one request in a step while others exist."),
@@ -23,7 +27,7 @@ const KNOBS = [
 const BASE = {
   max_num_batched_tokens: 256, max_num_seqs: 8, max_model_len: 1024, block_size: 16, num_kv_blocks: 128, enable_prefix_caching: true,
   enable_chunked_prefill: true, long_prefill_token_threshold: 0, scheduling_policy: "fcfs", batching: "continuous", kv_layout: "paged",
-  reserve: "max_model_len", use_kv_cache: true,
+  reserve: "max_model_len", use_kv_cache: true, gpu_memory_utilization: null,
 };
 const WHOLE = { enable_chunked_prefill: false, enable_prefix_caching: false, max_num_batched_tokens: 1024 };
 const PRESETS = {
@@ -60,10 +64,11 @@ export function engineForm(view) {
     const props = { id, name: knob.name, onchange: mark, oninput: mark, "aria-describedby": id + "-help" };
     const input =
       knob.kind === "int" ? h("input", { type: "number", min: knob.least, step: 1, ...props })
+      : knob.kind === "share" ? h("input", { type: "number", min: knob.least, max: knob.most, step: 0.01, ...props })
       : knob.kind === "flag" ? h("input", { type: "checkbox", ...props })
       : h("select", props, knob.choices.map((c) => h("option", { value: c }, c)));
     inputs[knob.name] = input;
-    return h("div", { class: "lab-knob lab-" + knob.kind },
+    return h("div", { class: "lab-knob lab-" + (knob.kind === "share" ? "int" : knob.kind) },
       h("label", { htmlFor: id }, h("code", {}, knob.name), knob.unit ? h("small", {}, knob.unit) : null), input,
       h("p", { id: id + "-help", class: "lab-help" }, knob.help + (knob.kind === "int" ? ` At least ${knob.least}.` : "")));
   }
@@ -72,7 +77,7 @@ export function engineForm(view) {
     const found = {};
     for (const knob of KNOBS) {
       const input = inputs[knob.name];
-      if (knob.kind === "int") found[knob.name] = input.value === "" ? input.validity.badInput ? "not a number" : null : Number(input.value);
+      if (knob.kind === "int" || knob.kind === "share") found[knob.name] = input.value === "" ? input.validity.badInput ? "not a number" : null : Number(input.value);
       else found[knob.name] = knob.kind === "flag" ? input.checked : input.value;
     }
     return found;
@@ -82,7 +87,7 @@ export function engineForm(view) {
     if (!config) return;
     for (const knob of KNOBS) {
       if (knob.kind === "flag") inputs[knob.name].checked = Boolean(config[knob.name]);
-      else inputs[knob.name].value = config[knob.name];
+      else inputs[knob.name].value = config[knob.name] ?? "";
     }
     setText(message, "");
     mark();
@@ -137,6 +142,7 @@ export function engineForm(view) {
     node,
     fill(head) {
       if (!head?.config) return;
+      inputs.gpu_memory_utilization.closest(".lab-knob").hidden = !head.model?.device.startsWith("cuda") && head.config.gpu_memory_utilization === null;
       const fresh = JSON.stringify(head.config) !== JSON.stringify(running);
       if (!fresh) return;
       const untouched = !form.classList.contains("lab-touched");
