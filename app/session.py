@@ -328,8 +328,17 @@ class Lab:
             "rate": info.rate if info else None,
             "generation": info.generation if info else 0,
             "kv_pool_bytes": info.kv_pool_bytes if info else 0,
+            "backend": {"words": info.backend.words(), "reason": info.backend.reason, "checks": info.backend.checks}
+            if info is not None and info.backend is not None
+            else None,
             "config": self.config,
         }
+
+    def _fallback(self) -> tuple[str, ...]:
+        """Why a GPU does not compute as fast as it could, in a sentence; nothing on a CPU, where nobody expects it."""
+        model, info = self.client.state.model, self._log.info
+        on_gpu = model is not None and model.device.startswith("cuda")
+        return (info.backend.reason,) if on_gpu and info and info.backend and info.backend.reason else ()
 
     def room(self) -> dict[str, Any]:
         """Traffic, scene, and what this lab shares with others."""
@@ -343,7 +352,7 @@ class Lab:
             "scene": {"id": self.scene.id, "title": self.scene.title, "look": self.scene.look, "view": self.scene.view}
             if self.scene is not None else None,
             "link": link.query_of(self.config, DEFAULT_CONFIG, self.workload, self.scene),
-            "problems": self.problems,
+            "problems": (*self.problems, *self._fallback()),
             "notice": self.notice,
             "waited": round(waited / (waited + worked), 3) if waited + worked > 0 else 0.0,
             "followers": self.followers,

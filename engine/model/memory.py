@@ -178,7 +178,6 @@ class CudaProbe:
         """See ``Probe``."""
         model, device = self._model, self._model.device
         self._tidy()
-        torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
         smallest = (config.num_kv_blocks + 1) * config.block_size * model.kv_bytes_per_token
@@ -200,6 +199,8 @@ class CudaProbe:
         """Compute the largest step; returns bytes of the pool and of graphs."""
         runner: Any = self._make_runner(config)
         try:
+            self._tidy()  # what only making the runner took (a check of the kernels, recording graphs) is no part of a step
+            torch.cuda.reset_peak_memory_stats(self._model.device)
             runner.execute(largest_step(config, self._model.spec.vocab_size))
             torch.cuda.synchronize(self._model.device)
             return int(runner.kv_pool_bytes), int(getattr(runner, "graph_bytes", 0))

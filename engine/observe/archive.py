@@ -71,7 +71,11 @@ class Archive:
         if self._writer is None:
             if self.problem or self._info is None:
                 return
-            header = new_header(self._info.config, model=self._facts(), seed=self._info.config.seed)
+            model = dict(self._facts())
+            backend = getattr(self._info, "backend", None)
+            if backend is not None:  # what this lab really computes with, which need not be what its model was loaded for
+                model["attention"] = backend.words()
+            header = new_header(self._info.config, model=model, seed=self._info.config.seed)
             name = f"{int(time.time())}-{secrets.token_hex(6)}.inflab"
             self._writer = RunWriter(self.folder / name, header, self._max_bytes)
         self._writer.add(opened=update.opened, steps=update.steps, tokens=update.tokens, closed=update.closed)

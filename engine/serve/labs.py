@@ -25,7 +25,7 @@ from engine.core.runner import Runner
 from engine.core.sampling_params import SamplingParams
 from engine.core.trace import DeviceSample, StepTrace
 from engine.serve.gpu_figures import GpuName
-from engine.serve.protocol import LabInfo, LabUpdate, ModelInfo, Send
+from engine.serve.protocol import BackendFacts, LabInfo, LabUpdate, ModelInfo, Send
 from engine.serve.traffic import Traffic
 
 MAX_COPIES = 64
@@ -301,6 +301,7 @@ class Lab:
             rate=self.rate,
             generation=self.generation,
             kv_pool_bytes=getattr(self.runner, "kv_pool_bytes", None) or self.model.pool_bytes(self.config),
+            backend=backend_facts(self.runner),
         )
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -410,6 +411,22 @@ class Lab:
         """Go on with a new engine, after ``stop``."""
         self._start(config, runner, self.generation + 1)
         self.flush(info=True)
+
+
+def backend_facts(runner: Any) -> BackendFacts | None:
+    """What a runner says of itself (``ModelRunner.describe_backend``); None from one that says nothing."""
+    describe = getattr(runner, "describe_backend", None)
+    if describe is None:
+        return None
+    told, verdict = describe(), getattr(runner, "verdict", None)
+    return BackendFacts(
+        name=told.name,
+        fused=told.fused,
+        graphs=told.graphs,
+        reason=told.reason,
+        graph_bytes=told.graph_bytes,
+        checks=tuple(str(check) for check in verdict.checks) if verdict is not None else (),
+    )
 
 
 class LabSet:

@@ -97,6 +97,28 @@ class GpuNews(msgspec.Struct, frozen=True, tag=True):
     sample: DeviceSample | None
 
 
+class BackendFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What computes a lab's steps, for people."""
+
+    name: str
+    """Of the attention backend."""
+    fused: bool = False
+    """Whether elementwise work runs in fused kernels."""
+    graphs: bool = False
+    """Whether decode steps replay CUDA graphs."""
+    reason: str = ""
+    """Why something fast is not in use; '' when everything is."""
+    graph_bytes: int = 0
+    """Device memory of the graphs."""
+    checks: tuple[str, ...] = ()
+    """What the check at start found, a line each."""
+
+    def words(self) -> str:
+        """On one line: 'Triton paged attention, fused kernels, CUDA graphs (0.41 GiB)'."""
+        graphs = f"CUDA graphs ({self.graph_bytes / 2**30:,.2f} GiB)"
+        return ", ".join([self.name, *["fused kernels"] * self.fused, *[graphs] * self.graphs])
+
+
 class LabInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One lab on the host."""
 
@@ -108,6 +130,8 @@ class LabInfo(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """Counts engine restarts of this lab: traces of different generations don't belong together."""
     kv_pool_bytes: int
+    backend: BackendFacts | None = None
+    """None where a script computes."""
 
 
 class LabUpdate(msgspec.Struct, tag=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import plotly.graph_objects as go
 import pytest
 
@@ -12,10 +13,17 @@ from app.figures.palette import DARK, LIGHT, Theme
 from app.figures.tiles import gauges, gpu_words
 from app.session import Lab
 from app.tables import throughput_rows
+from engine.core.config import EngineConfig
 from engine.core.outputs import EngineStats
+from engine.core.runner import ScriptedRunner
 from engine.core.trace import DeviceSample, Scheduled, StepTrace
+from engine.model.loader import load_model
+from engine.model.runner import ModelRunner
 from engine.observe.metrics import DEFINITIONS, Window, measure
 from engine.serve.client import EngineClient
+from engine.serve.labs import backend_facts
+from engine.serve.protocol import BackendFacts, HostState, LabInfo, LabUpdate
+from engine.serve.scripted import ScriptedModel
 
 SAMPLE = DeviceSample(time=1e9, utilisation=0.43, memory_used=13 * 2**30, memory_total=140 * 2**30, power=312.4)
 
@@ -85,3 +93,30 @@ def test_the_share_idled_is_a_row_only_where_a_gpu_computed():
 
     assert metrics(TIMED)[DEFINITIONS["gpu_idle_share"].label] == "0.100"
     assert DEFINITIONS["gpu_idle_share"].label not in metrics(PLAIN)
+
+
+def test_what_computes_and_why_not_faster_is_on_the_page():
+    """A fallback on a GPU is said aloud; on a CPU, where nobody expects more, it is in the settings only."""
+    reason = "Triton attention differs from torch on this GPU, so torch computes attention."
+    facts = BackendFacts(name="torch SDPA", reason=reason, checks=("attention: WRONG",))
+    client = EngineClient("scripted")
+    lab = Lab("t", client)
+    info = LabInfo(lab="t", config=EngineConfig(), mode="running", rate=None, generation=1, kv_pool_bytes=0, backend=facts)
+    lab.log.apply(LabUpdate(lab="t", generation=1, info=info))
+    assert lab.head(info)["backend"] == {"words": "torch SDPA", "reason": reason, "checks": ("attention: WRONG",)}
+    assert lab.head(None)["backend"] is None
+    model = ScriptedModel("scripted", lambda stage, fraction: None).info
+    for device, said in (("cpu", ()), ("cuda:0 NVIDIA H200", (reason,))):
+        client.state = HostState(state="ready", model=msgspec.structs.replace(model, device=device))
+        assert lab.room()["problems"] == said
+    fast = BackendFacts(name="Triton paged attention", fused=True, graphs=True, graph_bytes=2**29)
+    assert fast.words() == "Triton paged attention, fused kernels, CUDA graphs (0.50 GiB)"
+
+
+def test_a_labs_runner_tells_what_it_computes_with():
+    runner = ModelRunner(load_model("tiny", "cpu").transformer, EngineConfig(max_model_len=64, num_kv_blocks=8))
+    facts = backend_facts(runner)
+    assert facts is not None
+    assert (facts.name, facts.graphs, facts.graph_bytes) == (runner.attention_name, False, 0)
+    assert "GPU" in facts.reason
+    assert backend_facts(ScriptedRunner()) is None

@@ -57,6 +57,8 @@ export function engineForm(view) {
     h("p", { class: "lab-note" }, "Apply restarts this lab's engine: requests end, weights stay loaded."),
     message, done, h("div", { class: "lab-buttons lab-sticky" }, apply, back, command),
   );
+  const backend = h("p", { class: "lab-note lab-backend", hidden: true });
+  form.prepend(backend);
   const node = h("details", { class: "lab-engine" }, h("summary", {}, "Engine"), form);
 
   function row(knob) {
@@ -142,6 +144,11 @@ export function engineForm(view) {
     node,
     fill(head) {
       if (!head?.config) return;
+      backend.hidden = !head.backend;
+      if (head.backend) {
+        setText(backend, `Computes with ${head.backend.words}.` + (head.backend.reason ? " " + head.backend.reason : ""));
+        backend.title = head.backend.checks.join("\n");
+      }
       inputs.gpu_memory_utilization.closest(".lab-knob").hidden = !head.model?.device.startsWith("cuda") && head.config.gpu_memory_utilization === null;
       const fresh = JSON.stringify(head.config) !== JSON.stringify(running);
       if (!fresh) return;
