@@ -3,15 +3,19 @@
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 
-from engine.bench import gpu_bench, gpu_check, gpu_measures, gpu_report, gpu_worker
+from engine.bench import gpu_bench, gpu_check, gpu_gains, gpu_measures, gpu_report, gpu_worker
 from engine.bench.gpu_report import Document, Goal, NotHere, Reading, Result, Suite
 from engine.bench.gpu_shapes import QUICK, SHAPES, Load, Sizes, even_load, nano_vllm_load
 from engine.core.trace import Scheduled, StepTrace
+from engine.model.attention.sdpa import SdpaAttention
+from engine.model.backend import Backend
 from engine.model.random_weights import random_model, random_weights
 
 PUBLISHED = {
@@ -183,6 +187,79 @@ def test_the_best_reading_tells_the_others_values():
     readings = [Reading([2.0], notes=["slow"]), Reading([3.0], notes=["quick"], details={"a": 1})]
     best = gpu_measures.best_of(readings, max)
     assert (best.value, best.notes, best.details) == (3.0, ["quick", "slow"], {"a": 1, "others": [{}]})
+
+
+# ---------------------------------------------------------------------- what only a GPU has, with stand-ins
+
+
+def test_idle_time_is_that_of_the_variant_that_idles_least(monkeypatch):
+    shares = iter([0.3, 0.2, 0.25, 0.1, 0.1, 0.1])
+    kernels = gpu_bench.StepKernels(200.0, 1.0, 2.0, 1e-3, [{"kernel": "gemm", "calls": 1.0, "us": 9.0}])
+    monkeypatch.setattr(gpu_measures, "idle_share", lambda steps: next(shares))
+    monkeypatch.setattr(gpu_measures, "profile_decode", lambda *arguments: kernels)
+    bench = gpu_bench.Bench(CPU, replace(QUICK, repeats=3), tiny=True)
+    reading = gpu_measures.idle(bench, SHAPES[3])
+    assert reading.repeats == [0.1, 0.1, 0.1]
+    assert reading.details["driven"] == "async_scheduling"
+    assert reading.details["top"][0]["kernel"] == "gemm"
+    assert "200 kernels and 2 copies a step" in reading.notes[1]
+    assert any(note.startswith("synchronous: idle for 25.0 %") for note in reading.notes)
+
+
+def test_kernels_bind_where_bytes_do_not():
+    limits = {"copy_bandwidth": 1e9, "kernel_seconds": 1e-6}
+    known = Result(name="ceilings", title="", unit="B/s", status="measured", reading=Reading([1.0], details=limits))
+    reading = Reading([100.0])
+    kernels = gpu_bench.StepKernels(500.0, 1.0, 0.0, 1e-3)
+    gpu_measures._add_decode_ceilings(gpu_bench.Bench(CPU, QUICK, known=[known]), reading, 1e4, kernels)
+    assert reading.ceilings == {"bandwidth": pytest.approx(1e5), "kernels": pytest.approx(2000.0)}
+    assert reading.binding == "kernels"
+
+
+def test_a_gain_is_time_without_over_time_with(monkeypatch):
+    seconds = {"with": ([0.1, 0.2], "fast"), "without": ([0.3, 0.4], "plain")}
+    monkeypatch.setattr(gpu_gains, "_seconds", lambda bench, gain, load, backend: seconds[backend])
+    gain = replace(gpu_gains.GAINS["gain_split"], switch=lambda chosen: ("with", "without"))
+    reading = gpu_gains.measure(gpu_bench.Bench(CPU, QUICK, tiny=True), gain)
+    assert reading.repeats == [pytest.approx(3.0), pytest.approx(2.0)]
+    assert "With it 150.000 ms a step (fast)." in reading.notes
+
+
+@pytest.mark.parametrize("name", gpu_gains.GAINS)
+def test_both_sides_of_a_gain_run(name):
+    gain = replace(gpu_gains.GAINS[name], switch=lambda chosen: (chosen, chosen))
+    reading = gpu_gains.measure(gpu_bench.Bench(CPU, QUICK, tiny=True), gain)
+    assert reading.value > 0
+    assert "torch SDPA" in reading.notes[1]
+
+
+def test_each_gain_changes_one_thing():
+    def kernels(**settings):
+        return settings
+
+    chosen = Backend(kernels, "Triton", fused=True, graphs=lambda: None)
+    assert gpu_gains.graphs(chosen) == (chosen, replace(chosen, graphs=None))
+    assert gpu_gains.fused(chosen) == (chosen, replace(chosen, fused=False))
+    with_it, without_it = gpu_gains.split(chosen)
+    assert with_it is chosen
+    assert without_it.make_attention(a=1) == {"a": 1, "processors": 1}
+    with_it, without_it = gpu_gains.attention(chosen)
+    assert (with_it.fused, with_it.graphs, with_it.make_attention) == (False, None, kernels)
+    assert (without_it.fused, without_it.graphs, without_it.make_attention) == (False, None, SdpaAttention)
+    for switch in (gpu_gains.graphs, gpu_gains.fused, gpu_gains.split, gpu_gains.attention):
+        with pytest.raises(NotHere, match="not in use: too old"):
+            switch(Backend(SdpaAttention, "SDPA", reason="too old"))
+
+
+def test_a_gpu_is_described(monkeypatch):
+    facts = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=150 * 10**9, L2_cache_size=60 * 2**20
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    machine = gpu_report.describe_machine("cuda:0")
+    assert (machine["gpu"], machine["compute_capability"], gpu_report.slug(machine)) == ("NVIDIA H200", "9.0", "nvidia-h200")
+    page = gpu_report.page(Document(machine=machine, tests=Suite("skipped"), results=[]))
+    assert "132 multiprocessors, 140 GiB" in page
 
 
 # ---------------------------------------------------------------------- results and their page
@@ -419,7 +496,7 @@ def test_every_measure_runs_on_tiny_shapes_without_a_gpu(tmp_path, capsys):
     assert [found.name for found in made.results] == [measure.name for measure in gpu_measures.MEASURES]
     by_name = {found.name: found for found in made.results}
     assert made.quick
-    needs_gpu = {"idle_256"}
+    needs_gpu = {"idle_256", *gpu_gains.GAINS}
     assert {name for name, found in by_name.items() if found.status != "measured"} == needs_gpu
     assert by_name["decode_8b"].reading.ceilings["bandwidth"] > 0
     assert by_name["generate_batch"].reading.value > 0

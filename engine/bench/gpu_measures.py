@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.bench import gpu_peers
+from engine.bench import gpu_gains, gpu_peers
 from engine.bench.ceilings import measure_ceilings
 from engine.bench.gpu_bench import (
     Bench,
@@ -195,7 +195,7 @@ def itl_slope(bench: Bench, shape: Shape) -> Reading:
     """
     sizes, spec = bench.sizes, bench.shape(shape).spec
     whole = even_load(sizes.slope_batch, sizes.slope_contexts[-1], sizes.slope_tokens, spec.vocab_size)
-    blocks = bench.pool_blocks(shape, whole.blocks(16) + 2 * sizes.slope_batch)
+    blocks = bench.pool_blocks(shape, whole.blocks(16) + 16 * sizes.slope_batch)
     fields: dict[str, Any] = {"max_num_seqs": sizes.slope_batch, "num_kv_blocks": blocks, "max_model_len": whole.longest}
     budget = max(sizes.prefill_tokens, sizes.slope_batch)
     points: list[dict[str, float]] = []
@@ -264,6 +264,9 @@ def throughput(bench: Bench, shape: Shape, driven: str) -> Reading:
     ]
     if idle is not None:
         reading.notes.append(f"The GPU idled for {show(idle, 'share')} of the time.")
+    before = bench.known.get("nano_vllm_sync")
+    if driven != "synchronous" and before and before.reading:
+        reading.notes.append(f"{show(reading.value / before.reading.value, 'times')} as fast as synchronous.")
     return reading
 
 
@@ -320,6 +323,8 @@ def idle(bench: Bench, shape: Shape) -> Reading:
         ]
         if isinstance(kernels, StepKernels):
             reading.details["top"] = kernels.top
+            rest = 1 - 1000 * kernels.gpu_seconds / step_ms
+            reading.notes.append(f"By the profiler's own durations no kernel runs for {show(rest, 'share')} of a step.")
         readings.append(reading)
     return best_of(readings, min)
 
@@ -406,6 +411,8 @@ MEASURES = (
         "generate_batch", "nano-vllm's load against transformers generate_batch, Qwen3-0.6B shape", "times",
         partial(against_generate_batch, shape=QWEN3_0_6B), 75, Goal(5.0),
     ),
+    *(Measure(name, gpu_gains.TITLES[name], "times", partial(gpu_gains.measure, gain=gain), 15)
+      for name, gain in gpu_gains.GAINS.items()),
     Measure(
         "generate_smollm2", "transformers generate, batch 1, SmolLM2-135M shape", "tokens/s",
         partial(generate, shape=SMOLLM2_135M, beside="decode_smollm2"), 20,

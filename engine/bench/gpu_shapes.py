@@ -199,6 +199,10 @@ class Sizes:
     """Requests of the load that a peer may get, most first; the last one is the probe."""
     peer_tokens: int = 64
     profile_steps: int = 8
+    gain_batch: int = 16
+    gain_context: int = 4096
+    long_context: int = 4000
+    """Of one sequence whose keys may be split, and which is short enough not to be split anyway."""
 
 
 QUICK = Sizes(
@@ -219,5 +223,8 @@ QUICK = Sizes(
     peer_shares=(4, 2),
     peer_tokens=4,
     profile_steps=2,
+    gain_batch=2,
+    gain_context=20,
+    long_context=40,
 )
 """Enough to drive every line, on the tiny twins."""
