@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -31,6 +32,7 @@ CONVERTED_BYTES = 700 * 10**6
 MODEL_MEMORY = 1500 * 10**6
 """Memory that the lab needs with the embedded model: weights, KV pool, torch itself and the page."""
 GB = 10**9
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,17 @@ class Gpu:
     """Bytes, both."""
     capability: str
     """Compute capability, '9.0'."""
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """What the check of the fast kernels says of this GPU (``engine.model.selfcheck``), on the tiny random model."""
+
+    lines: tuple[str, ...]
+    """One a comparison: what was compared, whether it was right, by how much it differs."""
+    reason: str
+    """Why something fast is not in use; '' when everything is right."""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,15 @@ class Facts:
     cuda_build: str | None = None
     """CUDA version torch was built for; None for a CPU build."""
     nvidia_driver: bool = False
+    driver_version: str = ""
+    """Of the NVIDIA driver; '' where it isn't told."""
     gpus: tuple[Gpu, ...] = ()
+    triton: str | None = None
+    """Version of Triton, which compiles the fast kernels; None where it isn't installed."""
+    kernel_check: KernelCheck | None = None
+    """None without a GPU, and where nothing was measured."""
+    no_figures: str = ""
+    """Why the GPU's utilisation, memory and power can't be read; '' where they can, and without a GPU."""
     torch_error: str = ""
     threads: int | None = None
     """CPU threads torch uses."""
@@ -151,7 +172,9 @@ def _software(facts: Facts) -> list[Finding]:
 
 
 def _devices(facts: Facts) -> list[Finding]:
-    if facts.gpus or facts.torch_error or not facts.versions.get("torch"):
+    if facts.gpus:
+        return _fast_kernels(facts)
+    if facts.torch_error or not facts.versions.get("torch"):
         return []
     if facts.nvidia_driver and facts.cuda_build is None:
         return [
@@ -169,6 +192,34 @@ def _devices(facts: Facts) -> list[Finding]:
             )
         ]
     return []
+
+
+def _fast_kernels(facts: Facts) -> list[Finding]:
+    """What keeps a GPU from computing as fast as it could. The lab runs all the same."""
+    found = []
+    if facts.triton is None:
+        found.append(
+            _note(
+                "Triton is not installed, so torch's own kernels compute on the GPU: slower, and without CUDA graphs.",
+                "On Linux run: pip install -c constraints.txt triton. For Windows there is none: nothing to do.",
+            )
+        )
+    elif facts.kernel_check is not None and facts.kernel_check.reason:
+        found.append(
+            _note(
+                facts.kernel_check.reason,
+                "Nothing has to be done: results are right, only slower. A newer NVIDIA driver, or the versions in "
+                "constraints.txt, may help. Please report it with this page.",
+            )
+        )
+    if facts.no_figures:
+        found.append(
+            _note(
+                f"The GPU's utilisation, memory and power can't be read: {facts.no_figures}.",
+                "Nothing else depends on them. If the package is missing: pip install -c constraints.txt nvidia-ml-py",
+            )
+        )
+    return found
 
 
 def _model(facts: Facts) -> list[Finding]:
@@ -287,6 +338,8 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
     cuda_build, gpus, threads, error = _look_at_torch()
     files = _look_at_model() if not error else _ModelFiles(None, None, Path.home())
     memory_total, memory_available = _memory(psutil.virtual_memory())
+    driver, no_figures = _look_at_driver() if gpus else ("", "")
+    triton = _version("triton")
     return Facts(
         python=sys.version_info[:3],
         platform=platform.platform(),
@@ -295,8 +348,12 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
         cores_total=os.cpu_count() or 1,
         cores_usable=usable_cores(),
         cuda_build=cuda_build,
-        nvidia_driver=Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
+        nvidia_driver=DRIVER_FILE.exists() or shutil.which("nvidia-smi") is not None,
+        driver_version=driver,
         gpus=gpus,
+        triton=triton,
+        kernel_check=_check_kernels() if measure and gpus and triton else None,
+        no_figures=no_figures,
         torch_error=error,
         threads=threads,
         omp_wait=_omp_wait() if not error else "unknown",
@@ -336,6 +393,47 @@ def _look_at_torch() -> tuple[str | None, tuple[Gpu, ...], int | None, str]:
             free, total = torch.cuda.mem_get_info(index)
             gpus.append(Gpu(properties.name, total, free, f"{properties.major}.{properties.minor}"))
     return torch.version.cuda, tuple(gpus), torch.get_num_threads(), ""
+
+
+def _look_at_driver() -> tuple[str, str]:
+    """Version of the NVIDIA driver, and why the first GPU's own figures can't be read ('' when they can)."""
+    import torch
+
+    from engine.serve.gpu_figures import GpuName, NoFigures, NvmlReader
+    from engine.serve.loaded import gpu_name
+
+    try:
+        reader = NvmlReader(gpu_name(torch.device("cuda", 0)) or GpuName())
+    except NoFigures as reason:
+        return driver_in(DRIVER_FILE), str(reason)
+    try:
+        reader.read()
+        return reader.driver_version() or driver_in(DRIVER_FILE), ""
+    except NoFigures as reason:
+        return reader.driver_version() or driver_in(DRIVER_FILE), str(reason)
+    finally:
+        reader.close()
+
+
+def driver_in(file: Path) -> str:
+    """The driver's version in the file that its kernel module offers; '' without one."""
+    try:
+        found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]+)", file.read_text())
+    except OSError:
+        return ""
+    return found.group(1) if found else ""
+
+
+def _check_kernels() -> KernelCheck:
+    """Compare the fast kernels with torch on the first GPU; a few seconds, most of them compiling."""
+    from engine.model.loader import load_model
+    from engine.model.selfcheck import self_check
+
+    try:
+        verdict = self_check(load_model("tiny", "cuda:0", "bfloat16").transformer, block_size=16)
+    except Exception as error:  # whatever breaks here is what doctor is asked to tell
+        return KernelCheck((), f"The check of the fast kernels broke down: {type(error).__name__}: {error}")
+    return KernelCheck(tuple(str(check) for check in verdict.checks), verdict.reason, verdict.seconds)
 
 
 def _omp_wait() -> str:
@@ -500,9 +598,23 @@ def _hardware_rows(facts: Facts) -> list[tuple[str, str]]:
         rows.append((f"cuda:{index}", f"{gpu.name}, compute capability {gpu.capability}, {free} of {total} free"))
     if not facts.gpus:
         rows.append(("GPU", "none that torch can use"))
+    else:
+        rows += _kernel_rows(facts)
     rows.append(("threads", f"{facts.threads if facts.threads is not None else 'unknown'}, waiting: {facts.omp_wait}"))
     if facts.memory_available is not None and facts.memory_total is not None:
         rows.append(("memory", f"{_size(facts.memory_available)} of {_size(facts.memory_total)} available"))
+    return rows
+
+
+def _kernel_rows(facts: Facts) -> list[tuple[str, str]]:
+    """Driver, Triton and the check of the kernels, where there is a GPU."""
+    rows = [("NVIDIA driver", facts.driver_version or "version unknown"), ("triton", facts.triton or "not installed")]
+    check = facts.kernel_check
+    if check is None:
+        return [*rows, ("kernel check", "not made" if facts.triton else "nothing to check")]
+    rows += [("kernel check", line) for line in check.lines]
+    if not check.reason:
+        rows.append(("", f"all in use; took {check.seconds:.1f} s on the tiny model, and each lab checks its own again"))
     return rows
 
 

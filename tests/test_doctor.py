@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from engine import doctor
-from engine.doctor import Facts, Finding, Gpu, Measurement, diagnose, report
+from engine.doctor import Facts, Finding, Gpu, KernelCheck, Measurement, diagnose, report
 
 VERSIONS = dict.fromkeys(doctor.LIBRARIES, "1.0.0") | {"torch": "2.13.0+cpu"}
 HEALTHY = Facts(
@@ -92,11 +92,60 @@ def test_torch_versions_in_range_are_fine(version):
     assert findings(versions=VERSIONS | {"torch": version}) == []
 
 
-def test_a_gpu_that_torch_sees_needs_no_word():
-    gpu = Gpu("NVIDIA H200", 140 * 10**9, 139 * 10**9, "9.0")
-    facts = dataclasses.replace(HEALTHY, nvidia_driver=True, cuda_build="13.0", gpus=(gpu,))
+GPU = Gpu("NVIDIA H200", 140 * 10**9, 139 * 10**9, "9.0")
+RIGHT = KernelCheck(("attention: right, differs by 1.0e-03 at most, 3.0e-02 allowed",), "", 4.2)
+WITH_GPU = {"nvidia_driver": True, "cuda_build": "13.0", "gpus": (GPU,), "triton": "3.7.1", "driver_version": "580.65.06"}
+
+
+def test_a_gpu_on_which_everything_is_right_needs_no_word():
+    facts = dataclasses.replace(HEALTHY, **WITH_GPU, kernel_check=RIGHT)
     assert diagnose(facts) == []
-    assert "NVIDIA H200" in report(facts, [])
+    text = report(facts, [])
+    for part in ("NVIDIA H200", "580.65.06", "3.7.1", RIGHT.lines[0], "took 4.2 s"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "advised"),
+    [
+        ({"triton": None}, "Triton is not installed", "pip install -c constraints.txt triton"),
+        ({"kernel_check": KernelCheck(("attention: WRONG",), "The fast way is off.")}, "The fast way is off.", "report it"),
+        ({"no_figures": "the GPU is split into instances (MIG)"}, "split into instances", "Nothing else depends on them"),
+    ],
+)
+def test_what_keeps_a_gpu_from_being_fast_or_talking_is_a_note(changes, said, advised):
+    note = only(**{**WITH_GPU, "kernel_check": RIGHT, **changes})
+    assert note.severity == "note"
+    assert said in note.what
+    assert advised in note.todo
+
+
+def test_a_check_that_was_not_made_is_not_called_right():
+    text = report(dataclasses.replace(HEALTHY, **WITH_GPU), [])
+    assert "not made" in text and "all in use" not in text
+    assert "nothing to check" in report(dataclasses.replace(HEALTHY, **{**WITH_GPU, "triton": None}), [])
+    assert "kernel check" not in report(HEALTHY, [])
+
+
+def test_the_drivers_version_is_read_from_its_kernel_module(tmp_path):
+    file = tmp_path / "version"
+    assert doctor.driver_in(file) == ""
+    for line, version in (
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        ("something else", ""),
+    ):
+        file.write_text(line)
+        assert doctor.driver_in(file) == version
+
+
+def test_a_check_of_the_kernels_that_breaks_down_is_told(monkeypatch):
+    def broken(*args):
+        raise OSError("no such GPU")
+
+    monkeypatch.setattr("engine.model.loader.load_model", broken)
+    check = doctor._check_kernels()
+    assert check.lines == () and check.reason.endswith("broke down: OSError: no such GPU")
 
 
 def test_problems_come_before_notes():

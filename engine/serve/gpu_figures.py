@@ -122,6 +122,14 @@ class NvmlReader:
             power=None if milliwatts is None else milliwatts / 1000,
         )
 
+    def driver_version(self) -> str:
+        """Version of the NVIDIA driver; '' where it isn't told."""
+        try:
+            found = self._nvml.nvmlSystemGetDriverVersion()
+        except self._nvml.NVMLError:
+            return ""
+        return found.decode() if isinstance(found, bytes) else str(found)
+
     def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:
         try:
             return question(handle)

@@ -7,6 +7,7 @@ from engine.observe.archive import Archive, remove_stale
 from engine.observe.log import TraceLog
 from engine.observe.runfile import RunReader
 from engine.observe.runs import RunLibrary
+from engine.serve.protocol import BackendFacts
 from tests.observe.recorded import Recording, record
 
 
@@ -92,3 +93,14 @@ def test_what_a_crash_left_behind_is_removed_after_days(tmp_path: Path) -> None:
     assert remove_stale(tmp_path) == 0
     assert remove_stale(tmp_path, older_than=-1) == 1 and not list(tmp_path.iterdir())
     archive.close()
+
+
+def test_a_recording_says_what_its_lab_computed_with(tmp_path: Path) -> None:
+    config, recording = record(9, 20)
+    archive = Archive(tmp_path, lambda: {"title": "scripted", "attention": "as loaded"})
+    news = update(recording, 0, len(recording.steps), config)
+    news.info.backend = BackendFacts(name="Triton paged attention", fused=True)
+    archive.apply(news)
+    header = archive.header()
+    assert header is not None
+    assert header.model == {"title": "scripted", "attention": "Triton paged attention, fused kernels"}

@@ -41,6 +41,10 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         self.opened -= 1
 
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        self._answer("driver")
+        return b"580.65.06"
+
     def nvmlDeviceGetHandleByUUID(self, name: str) -> int:
         return self._find(name)
 
@@ -96,6 +100,11 @@ def test_no_figures_where_they_would_be_wrong_or_are_missing(gpu: GpuName, nvml:
     with pytest.raises(NoFigures, match=why):
         NvmlReader(gpu, nvml)
     assert nvml.opened == 0, "what was opened is closed"
+
+
+def test_the_drivers_version_is_told_as_text() -> None:
+    assert NvmlReader(GpuName(UUID), FakeNvml()).driver_version() == "580.65.06"
+    assert NvmlReader(GpuName(UUID), FakeNvml(silent=("driver",))).driver_version() == ""
 
 
 def test_each_figure_stands_alone() -> None:
