@@ -91,6 +91,7 @@ def test_a_loads_sizes():
     load = Load([[1] * 15, [2] * 16], [1, 1])
     assert (load.total, load.longest, load.blocks(16)) == (2, 17, 1 + 2)
     assert load.first(1) == Load([[1] * 15], [1])
+    assert Load([[1], [2]], [3, 9]).cut(4) == Load([[1], [2]], [3, 4])
     assert all(token < 50 for prompt in nano_vllm_load(3, (4, 8), 50).prompts for token in prompt)
     assert even_load(2, 3, 4, 10) == even_load(2, 3, 4, 10) != even_load(2, 3, 4, 10, seed=1)
 
@@ -333,6 +334,8 @@ def test_the_page_tells_what_was_measured_failed_and_skipped(tmp_path):
             title="slope", status="skipped", reason="it may take 45 s, and 3 s were left", goal=Goal(0.8, of="bandwidth")
         ),
     ]
+    results[0].reading.details["backend"] = "Triton paged attention, CUDA graphs"
+    results[0].gpu = {"sm_mhz": 1980.0, "power_w": 640.2}
     made = document(results, Suite("failed", "8 passed, 1 failed, 0 skipped.", ["test_graph: wrong"], output="the end"))
     paths = gpu_report.write(made, tmp_path, gpu_report.slug(made.machine))
     assert [path.name for path in paths] == ["nvidia-h200.json", "nvidia-h200.md"]
@@ -343,6 +346,8 @@ def test_the_page_tells_what_was_measured_failed_and_skipped(tmp_path):
         "| decode | 80.0 tokens/s | 100 tokens/s (bandwidth) | 80 % | ≥ 75.0 % of bandwidth (stretch 85.0 %) | met |" in text
     )
     assert "- Ceilings: bandwidth 100 tokens/s, kernels 400 tokens/s." in text
+    assert "- Computed with Triton paged attention, CUDA graphs: x" in text
+    assert "- The GPU right after it: 1980 MHz, 640 W." in text
     assert "| prefill | failed | | |  | |" in text
     assert "- Failed: RuntimeError: out of memory" in text
     assert "Traceback: somewhere" in text

@@ -8,7 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -300,11 +300,16 @@ def page(document: Document) -> str:
         lines += ["Tiny shapes and short runs: this shows that everything runs, and says nothing about speed.", ""]
     lines += [
         *_machine_lines(machine),
+        *_backend_lines(document.results),
         "",
         f"Tests (tests/cuda): {document.tests.status}. {document.tests.summary}".rstrip(),
     ]
     lines += [f"- {failure}" for failure in document.tests.failures]
-    lines += ["", "| measure | value | ceiling (what binds) | share | goal | |", "| --- | ---: | ---: | ---: | --- | --- |"]
+    lines += [
+        "",
+        "| measure | value | ceiling (what binds) | share | goal | met |",
+        "| --- | ---: | ---: | ---: | --- | --- |",
+    ]
     lines += [table_row(result) for result in document.results]
     lines += ["", "Values are medians of repeats after a warm-up; spread is (largest − smallest) / median.", ""]
     for result in document.results:
@@ -332,14 +337,30 @@ def _machine_lines(machine: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _backend_lines(results: Sequence[Result]) -> list[str]:
+    """What computed, and why nothing faster, with the measures it did it for."""
+    users: dict[str, list[str]] = {}
+    for result in results:
+        if result.reading and "backend" in result.reading.details:
+            users.setdefault(result.reading.details["backend"], []).append(result.name)
+    return [f"- Computed with {backend}: {', '.join(names)}" for backend, names in users.items()]
+
+
 def _section(result: Result) -> list[str]:
     """What the table has no room for: notes, what the ceilings are, why a measure failed."""
     notes = list(result.reading.notes) if result.reading else []
     if result.reading and len(result.reading.ceilings) > 1:
         others = [f"{name} {show(value, result.unit)}" for name, value in result.reading.ceilings.items()]
         notes.append(f"Ceilings: {', '.join(others)}.")
-    if result.reading and "backend" in result.reading.details:
-        notes.append(f"Computed with {result.reading.details['backend']}.")
+    if result.gpu:
+        names = {
+            "sm_mhz": "{:.0f} MHz",
+            "memory_mhz": "memory {:.0f} MHz",
+            "power_w": "{:.0f} W",
+            "temperature_c": "{:.0f} °C",
+        }
+        said = [text.format(result.gpu[name]) for name, text in names.items() if name in result.gpu]
+        notes.append(f"The GPU right after it: {', '.join(said)}.")
     if result.reason:
         notes.append(f"{result.status.capitalize()}: {result.reason}")
     if not notes:

@@ -142,6 +142,10 @@ class Load:
         """The first ``count`` requests of it."""
         return Load(self.prompts[:count], self.output_tokens[:count])
 
+    def cut(self, output_tokens: int) -> Load:
+        """The same prompts with few output tokens: enough to have been through everything once."""
+        return Load(self.prompts, [min(output_tokens, tokens) for tokens in self.output_tokens])
+
     @property
     def total(self) -> int:
         """Output tokens in all."""
