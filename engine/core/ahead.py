@@ -69,12 +69,12 @@ class AheadScheduler(Scheduler):
     """Continuous batching where the newest token of a request may be a placeholder."""
 
     def _wanted(self, request: Request, budget: int) -> int:
-        """0 for a request that can't go on before its pending token is known, or that ends with it."""
-        tokens = request.token_ids
-        if tokens[-1] == PENDING and (
-            request.params.has_penalties
-            or len(tokens) - request.num_prompt_tokens >= request.max_tokens
-            or len(tokens) >= self.config.max_model_len
+        """0 for a request that can't go on before its pending token is known, or that ends with it.
+
+        ``max_tokens`` is the limit to look at: no request is accepted whose ``max_tokens`` exceeds ``max_model_len``.
+        """
+        if request.token_ids[-1] == PENDING and (
+            request.params.has_penalties or request.num_output_tokens >= request.max_tokens
         ):
             return 0
         return super()._wanted(request, budget)

@@ -323,7 +323,6 @@ class Engine:
 
     def _close(self, request: Request, reason: FinishReason, error: str = "", scrub: bool = False) -> None:
         """End a request before its time, or after it produced its last token."""
-        request.drop_pending()
         forks, request.forks = request.forks, []
         if forks and request.status is Status.RUNNING:
             self._scheduler.seats_taken -= len(forks)

@@ -98,16 +98,11 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The generated token ids as far as they are known (a copy)."""
+        """The generated token ids, without pending ones (a copy)."""
         known = self.token_ids[self.num_prompt_tokens :]
         while known and known[-1] < 0:
             known.pop()
         return known
-
-    def drop_pending(self) -> None:
-        """The request ends: the tokens that are not known yet never come."""
-        while self.token_ids[-1] < 0:
-            self.token_ids.pop()
 
     def __repr__(self) -> str:
         done = f"{self.num_computed_tokens}/{self.num_tokens} tokens computed"

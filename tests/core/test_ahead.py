@@ -12,9 +12,10 @@ from itertools import pairwise
 import pytest
 
 import engine.core.engine
+from engine.core.ahead import OneByOne
 from engine.core.block_pool import sha256_block_hash
 from engine.core.config import ConfigError, build_config
-from engine.core.runner import PENDING, ScriptedRunner
+from engine.core.runner import PENDING, ScriptedRunner, StepBatch
 from engine.core.sampling_params import SamplingParams
 from engine.observe.replay import state_at
 from tests.core.kit import (
@@ -184,10 +185,19 @@ def test_a_step_that_nobody_needs_is_collected_by_the_flush(ahead):
 
 @pytest.mark.parametrize("where", ["submit", "collect"])
 @pytest.mark.parametrize("moment", range(5))
-def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(where, moment):
-    engine = make(QueueRunner, async_scheduling=True, block_size=4, num_kv_blocks=24, max_num_seqs=3)
+@pytest.mark.parametrize("budget", [4, 512])
+def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(where, moment, budget):
+    engine = make(
+        QueueRunner,
+        async_scheduling=True,
+        block_size=4,
+        num_kv_blocks=24,
+        max_num_seqs=3,
+        max_num_batched_tokens=budget,
+    )
     names = [add(engine, 6, 5 + start, start=start) for start in range(5)]
     steps = [engine.step() for _ in range(moment)]
+    at = len(engine.runner.batches)
     if where == "submit":
         engine.runner.fail_next = RuntimeError("out of memory: 3 GB wanted")
     else:
@@ -195,8 +205,8 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(where, moment):
     steps += drain(engine)
     assert [step.index for step in steps] == list(range(len(steps)))
     failed = [name for name in names if engine.request(name).finish_reason == "error"]
-    broken = next(step for step in steps if {row.sampled for row in step.scheduled} == {-1})
-    assert set(failed) <= {row.request_id for row in broken.scheduled}
+    broken = steps[at]
+    assert set(failed) == {row.request_id for row in broken.scheduled}
     error = "RuntimeError: " + ("out of memory: 3 GB wanted" if where == "submit" else "lost on the device")
     for name in names:
         if name in failed:
@@ -206,29 +216,87 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(where, moment):
             assert_oracle(engine, name)
     assert failed
     assert len(failed) < len(names)
+    if where == "submit":
+        assert not any(row.request_id in failed for step in steps[broken.index + 1 :] for row in step.scheduled)
 
 
 @pytest.mark.parametrize("moment", range(6))
-@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("fails", ["submit", "collect", "NaN"])
 def test_samples_forked_ahead_of_a_prompt_that_fails_end_with_it(ahead, moment, fails):
     engine = ahead(max_num_batched_tokens=5)
-    add(engine, 12, 6, request_id="A", n=3)
+    add(engine, 16, 6, request_id="A", n=3)
     for _ in range(moment):
         engine.step()
-    if fails:
-        engine.runner.fail_next = RuntimeError("now")
-    else:
+    if fails == "NaN":
         engine.runner.poison.add("A")
+    elif fails == "collect" and isinstance(engine.runner, QueueRunner):
+        engine.runner.fail_collect = True
+    else:
+        engine.runner.fail_next = RuntimeError("now")
     drain(engine)
     reasons = [sample.finish_reason for sample in engine.output("A").outputs]
     assert reasons[0] == "error"
-    assert reasons in (["error"] * 3, ["error", "length", "length"])
-    assert fails == (reasons == ["error"] * 3) or not fails
+    assert reasons == ["error"] * 3 or (fails == "NaN" and reasons[1:] == ["length", "length"])
     for sample in engine.output("A").outputs:
-        assert sample.token_ids == oracle(prompt_of(12), len(sample.token_ids), sample.index)
-    again = add(engine, 12, 6, n=3)
+        assert sample.token_ids == oracle(prompt_of(16), len(sample.token_ids), sample.index)
+    again = add(engine, 16, 6, n=3)
     drain(engine)
     assert_oracle(engine, again)
+
+
+def test_a_submission_that_fails_does_not_forget_the_scrub_it_was_asked_for(ahead):
+    engine = ahead(num_kv_blocks=8, enable_prefix_caching=False)
+    add(engine, 14, 2, request_id="V")
+    engine.runner.poison.add("V")
+    engine.step()
+    add(engine, 3, 2, request_id="X", start=2)
+    engine.runner.fail_next = RuntimeError("device lost")
+    engine.step()
+    add(engine, 5, 2, request_id="A", start=3)  # its second block is only partly written: what it held before matters
+    drain(engine)
+    assert engine.request("V").finish_reason == "error"
+    assert_oracle(engine, "A")
+
+
+def test_an_abort_scrubs_all_that_the_step_in_flight_writes():
+    engine = make(QueueRunner, async_scheduling=True, block_size=4, max_num_batched_tokens=8, enable_prefix_caching=False)
+    add(engine, 30, 2, request_id="V")
+    engine.step()
+    engine.runner.poison.add("V")
+    engine.step()  # tokens 16 to 23 are in flight: two blocks of NaN
+    held = engine.snapshot().tables["V"]
+    assert engine.abort("V")
+    add(engine, 17, 2, request_id="A", start=3)  # its fifth block is only partly written
+    drain(engine)
+    assert_oracle(engine, "A")
+    assert {block for batch in engine.runner.batches for block in batch.scrub} == set(held[4:6])
+
+
+def test_an_adapter_scrubs_again_what_a_failed_step_may_not_have_scrubbed():
+    runner = MemoryRunner(build_config({"num_kv_blocks": 4, "async_scheduling": True}))
+    adapter = OneByOne(runner)
+    first, second = (adapter.submit(StepBatch(index, [], [], scrub)) for index, scrub in enumerate(([2, 3], [1])))
+    runner.fail_next = RuntimeError("before anything was done")
+    with pytest.raises(RuntimeError, match="before anything"):
+        adapter.collect(first)
+    adapter.collect(second)
+    assert runner.batches[-1].scrub == [2, 3, 1]
+    third = adapter.submit(StepBatch(2, []))
+    adapter.collect(third)
+    assert third.scrub == []
+
+
+def test_a_preemption_that_leaves_nothing_to_schedule_is_told_by_the_step_in_flight(ahead):
+    """A waits for its token and B finds no block for itself: B gives up its place, and no step is scheduled ahead."""
+    engine = ahead(block_size=1, num_kv_blocks=7, enable_prefix_caching=False)
+    add(engine, 2, 5, request_id="A", repetition_penalty=1.2)
+    add(engine, 2, 5, request_id="B", start=2)
+    steps = drain(engine)
+    told = [step for step in steps if any(event.op == "preempt" for event in step.events_after)]
+    assert [[p.request_id for p in step.preemptions] for step in told] == [["B"]]
+    assert sum(len(step.preemptions) for step in steps) == engine.stats().preemptions
+    assert_oracle(engine, "A")
+    assert_oracle(engine, "B")
 
 
 @pytest.mark.parametrize("moment", range(1, 5))

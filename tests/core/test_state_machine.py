@@ -155,6 +155,8 @@ class EngineMachine(RuleBasedStateMachine):
         SEEN["copies on write"] += sum(event.op == "cow" for event in step.events)
         SEEN["tokens computed in vain"] += self.engine.stats().tokens_wasted - self.wasted
         self.wasted = self.engine.stats().tokens_wasted
+        happened = [*step.events, *step.events_after]
+        assert [e.request_id for e in happened if e.op == "preempt"] == [p.request_id for p in step.preemptions]
         if not self.config.async_scheduling:
             assert not step.preemptions or not any(event.op == "admit" for event in step.events)
             assert self.wasted == 0
