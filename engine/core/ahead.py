@@ -158,7 +158,11 @@ class OneByOne:
 
 
 def async_runner(runner: Runner) -> AsyncRunner:
-    """The runner itself if it can be asked for steps ahead, else driven one by one."""
-    if hasattr(runner, "submit") and hasattr(runner, "collect"):
+    """The runner itself if it can be asked for steps ahead, else driven one by one.
+
+    A runner whose ``asynchronous`` is False computes in ``submit`` (a CPU): asking ahead would only make each token wait
+    for the next step.
+    """
+    if getattr(runner, "asynchronous", True) and hasattr(runner, "submit") and hasattr(runner, "collect"):
         return cast(AsyncRunner, runner)
     return OneByOne(runner)

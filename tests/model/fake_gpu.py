@@ -105,6 +105,7 @@ class LateFetch:
         self.device, self.source = device, source
         self.host = torch.full_like(source, 1) if source.dtype == torch.bool else torch.full_like(source, -(2**40))
 
+    @torch.inference_mode()
     def wait(self):
         self.device.fetched += 1
         return self.host.copy_(self.source)
