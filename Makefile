@@ -62,7 +62,7 @@ check: $(VENV)/.dev ## lint, format, types, import rules
 	@echo "Checking who imports whom."
 	@$(BIN)/lint-imports
 
-gpu-check: $(VENV)/.test ## on an NVIDIA GPU: tests, measured ceilings, speeds beside them
+gpu-check: $(VENV)/.test ## on an NVIDIA GPU: tests, measured ceilings, speeds beside them (ARGS="--quick", ARGS="--keep docs/gpu")
 	@exec $(PY) -m engine.bench.gpu_check $(ARGS)
 
 bench: $(VENV)/.runtime ## speed of this machine beside its measured ceilings

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from engine.bench import gpu_bench, gpu_check, gpu_gains, gpu_measures, gpu_report, gpu_worker
+from engine.bench import gpu_bench, gpu_check, gpu_gains, gpu_measures, gpu_peers, gpu_report, gpu_worker
 from engine.bench.gpu_report import Document, Goal, NotHere, Reading, Result, Suite
 from engine.bench.gpu_shapes import QUICK, SHAPES, Load, Sizes, even_load, nano_vllm_load
 from engine.core.trace import Scheduled, StepTrace
@@ -471,6 +472,53 @@ def test_pytests_report_becomes_a_summary(tmp_path):
 def test_tests_that_hang_or_leave_no_report_are_failed(tmp_path):
     assert gpu_check.read_report(tmp_path / "none.xml", None, 9).summary == "Stopped after 9 s."
     assert gpu_check.read_report(tmp_path / "none.xml", -11, 9).summary == "pytest ended with code -11 and left no report."
+
+
+def test_tests_are_stopped_in_time(tmp_path):
+    folder = tmp_path / "some_tests"
+    folder.mkdir()
+    (folder / "test_it.py").write_text("import time\ndef test_slow(): time.sleep(60)\n")
+    found = gpu_check.run_tests(tmp_path / "out", 0.2, str(folder))
+    assert (found.status, found.summary) == ("failed", "Stopped after 0 s.")
+    assert found.seconds < 20
+
+
+# ---------------------------------------------------------------------- transformers, beside
+
+
+def test_generate_batch_is_given_up_when_its_time_is_over():
+    bench = gpu_bench.Bench(CPU, QUICK, tiny=True)
+    load = nano_vllm_load(4, (4, 10), 512)
+    with pytest.raises(TimeoutError, match="0 of 2 requests were done"):
+        gpu_peers.generate_batch(bench, SHAPES[3], load, until=0.0)
+
+
+@pytest.mark.parametrize(
+    ("speed", "until", "tried", "kept"),
+    [
+        (1000.0, 50.0, [2, 2, 4], 4),
+        (1000.0, 0.001, [2, 2], 2),
+        (1000.0, 50.0, [2, 2, "late"], 2),
+    ],
+)
+def test_a_peer_gets_as_much_of_the_load_as_fits_the_time(monkeypatch, speed, until, tried, kept):
+    sizes = []
+
+    def batch(bench, model, load, until):
+        sizes.append(len(load.prompts))
+        if len(sizes) == len(tried) and tried[-1] == "late":
+            raise TimeoutError("3 of 4 requests were done when the time was over")
+        return speed, "sdpa"
+
+    monkeypatch.setattr(gpu_peers, "peer_model", lambda bench, shape: nullcontext())
+    monkeypatch.setattr(gpu_peers, "_batch", batch)
+    monkeypatch.setattr(gpu_peers.time, "perf_counter", lambda: 0.0)
+    bench = gpu_bench.Bench(CPU, QUICK, tiny=True)
+    found = gpu_peers.generate_batch(bench, SHAPES[3], nano_vllm_load(4, (4, 10), 512), until)
+    assert found.requests == kept
+    assert sizes[:2] == tried[:2]
+    assert len(sizes) == len(tried)
+    assert any("given up: 3 of 4" in note for note in found.notes) == (tried[-1] == "late")
 
 
 # ---------------------------------------------------------------------- the whole
