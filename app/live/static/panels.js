@@ -13,13 +13,15 @@ export function renderHead(view, head) {
   const facts = model
     ? [
         ["lab-model", model.title, `${model.architecture}, ${number(model.num_parameters / 1e6)} million parameters`],
-        ["lab-weights", model.weights, "Where the weights come from"],
+        ["lab-weights", model.weights, `Where the weights come from: ${model.weights}`],
         ["lab-device", model.device, "Device that computes"],
         ["lab-dtype", model.dtype, "Number format of weights and KV cache"],
-        ["lab-threads", `${model.threads} thread${model.threads === 1 ? "" : "s"}`, "CPU threads of the engine"],
-        head.gpu
-          ? ["lab-gpu", head.gpu, "What the GPU says of itself (NVML), other programs included: share of the last second in which it worked, memory in use, power"]
-          : ["lab-omp", `OpenMP: ${model.omp_wait}`, "How the engine's threads wait for each other"],
+        ...(head.gpu
+          ? [["lab-gpu", `GPU ${head.gpu}`, "What the GPU says of itself (NVML), other programs included: share of the last second in which it worked, memory in use, power"]]
+          : [
+              ["lab-threads", `${model.threads} thread${model.threads === 1 ? "" : "s"}`, "CPU threads of the engine"],
+              ["lab-omp", `OpenMP: ${model.omp_wait}`, "How the engine's threads wait for each other"],
+            ]),
       ]
     : [];
   const words = {
