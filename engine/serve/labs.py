@@ -568,7 +568,7 @@ class LabSet:
                 f"was made for: set max_model_len to at most {longest:,}"
             )
         if self.model.gpu is None:
-            require_gpu(config, self.model.info.device)
+            require_gpu(config, "the CPU" if self.model.info.device == "cpu" else self.model.info.device)
         return config
 
     def _check_quota(self, config: EngineConfig, others: int) -> None:
