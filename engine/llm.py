@@ -61,6 +61,8 @@ def build_engine(
     clock: Clock | None = None,
     listener: Listener | None = None,
     block_hash: BlockHash | None = None,
+    attention_backend: str | None = None,
+    enforce_eager: bool = False,
 ) -> Engine:
     """An engine that runs ``loaded``, with its tokenizer's decoder and its end-of-sequence tokens.
 
@@ -71,7 +73,13 @@ def build_engine(
     """
     codec = Codec(loaded.tokenizer)
     if runner is None:
-        make = partial(ModelRunner, loaded.transformer, codec=codec)
+        make = partial(
+            ModelRunner,
+            loaded.transformer,
+            codec=codec,
+            attention_backend=attention_backend or loaded.attention_backend,
+            enforce_eager=enforce_eager,
+        )
         config = fit_pool(loaded.transformer, config, CudaProbe(loaded.transformer, make))
         runner = make(config)
     else:
@@ -95,6 +103,8 @@ class LLM:
         model: "smollm2", "tiny", a path, a name on the hub, or a ``LoadedModel`` to share its weights with others.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
+        attention_backend: "auto", "sdpa" or "triton"; None: what the model was loaded with, "auto" at first.
+        enforce_eager: no CUDA graphs.
         runner: computes the steps instead of the model: a script, a model of other hardware.
         clock: engine time; default the machine's monotonic clock.
         block_hash: digest of a block for the prefix cache.
@@ -112,6 +122,8 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        attention_backend: str | None = None,
+        enforce_eager: bool = False,
         runner: Runner | None = None,
         clock: Clock | None = None,
         block_hash: BlockHash | None = None,
@@ -119,7 +131,9 @@ class LLM:
         progress: Progress | None = None,
         **config: Any,
     ) -> None:
-        self.model = model if isinstance(model, LoadedModel) else load_model(model, device, dtype, progress)
+        if not isinstance(model, LoadedModel):
+            model = load_model(model, device, dtype, progress, attention_backend or "auto")
+        self.model = model
         self.tokenizer = self.model.tokenizer
         self.clock = clock or MonotonicClock()
         self._closings = _Closings(listener)
@@ -130,6 +144,8 @@ class LLM:
             clock=self.clock,
             listener=self._closings,
             block_hash=block_hash,
+            attention_backend=attention_backend,
+            enforce_eager=enforce_eager,
         )
         self.config = self.engine.config
 
@@ -276,6 +292,8 @@ class LLM:
                 self.engine.abort(request_id)
             raise
         finally:
+            if self.config.async_scheduling:
+                self.engine.flush_events()  # a step that was scheduled ahead for nobody
             self._closings.ids.clear()
         return [finished[request_id] for request_id in ids]
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from engine.model.attention.sdpa import SdpaAttention
+from engine.model.backend import describe_backend
 from engine.model.checkpoint import Checkpoint, Progress, eos_ids, find_checkpoint, silent
 from engine.model.errors import ModelError
 from engine.model.spec import ModelSpec, read_spec
@@ -57,6 +57,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     info: ModelFacts
+    attention_backend: str = "auto"
+    """What was asked to compute attention; see ``engine.model.backend``."""
 
     @property
     def context_limit(self) -> int:
@@ -65,7 +67,11 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto", progress: Progress | None = None
+    name: str | os.PathLike[str],
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    attention_backend: str = "auto",
 ) -> LoadedModel:
     """Load a model.
 
@@ -74,6 +80,7 @@ def load_model(
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on a CPU, the checkpoint's own on CUDA), "float32", "bfloat16" or "float16".
         progress: told what is being done.
+        attention_backend: "auto", "sdpa" or "triton". On a GPU the check of the kernels runs here, once.
 
     Raises:
         ModelError: (a ``ValueError``) it can't be found, read, or is not supported; the message says what to do.
@@ -94,7 +101,11 @@ def load_model(
         ) from None
     transformer = Transformer(spec, weights)
     stops = eos_ids(checkpoint, tokenizer.raw.token_to_id)
-    return LoadedModel(transformer, tokenizer, stops, _facts(checkpoint, spec, transformer, tokenizer))
+    if where.type == "cuda" and attention_backend != "sdpa":
+        tell("checking the fast kernels on this GPU", None)
+    attention = str(describe_backend(transformer, attention_backend=attention_backend))
+    info = _facts(checkpoint, spec, transformer, tokenizer, attention)
+    return LoadedModel(transformer, tokenizer, stops, info, attention_backend)
 
 
 def choose_device(name: str) -> torch.device:
@@ -147,7 +158,7 @@ def omp_wait() -> str:
     return policy.lower() if policy else "libgomp's default"
 
 
-def _facts(checkpoint: Checkpoint, spec: ModelSpec, model: Transformer, tokenizer: Tokenizer) -> ModelFacts:
+def _facts(checkpoint: Checkpoint, spec: ModelSpec, model: Transformer, tokenizer: Tokenizer, attention: str) -> ModelFacts:
     device = str(model.device)
     if model.device.type == "cuda":
         device = f"{device} {torch.cuda.get_device_name(model.device)}"
@@ -160,7 +171,7 @@ def _facts(checkpoint: Checkpoint, spec: ModelSpec, model: Transformer, tokenize
         dtype=str(model.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         omp_wait=omp_wait(),
-        attention=SdpaAttention.name,
+        attention=attention,
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,

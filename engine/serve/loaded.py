@@ -24,7 +24,7 @@ class TorchModel:
 
     Args:
         command: what to load, where, and in which dtype.
-        options: the host's; threads.
+        options: the host's; threads, what computes attention, graphs.
         progress: told what is being done.
 
     Raises:
@@ -33,7 +33,8 @@ class TorchModel:
 
     def __init__(self, command: LoadModel, options: HostOptions, progress: Callable[[str, float | None], None]) -> None:
         torch.set_num_threads(options.threads or default_threads())
-        self._loaded = load_model(command.model, command.device, command.dtype, progress)
+        self._loaded = load_model(command.model, command.device, command.dtype, progress, options.attention_backend)
+        self._enforce_eager = options.enforce_eager
         self.codec: TextCodec = Codec(self._loaded.tokenizer)
         self.eos_token_ids = self._loaded.eos_token_ids
         self.info = ModelInfo(**dataclasses.asdict(self._loaded.info))
@@ -53,7 +54,13 @@ class TorchModel:
 
     def runner(self, config: EngineConfig) -> Runner:
         """A runner with a KV pool of its own."""
-        return ModelRunner(self._loaded.transformer, config, self.codec)
+        return ModelRunner(
+            self._loaded.transformer,
+            config,
+            self.codec,
+            attention_backend=self._loaded.attention_backend,
+            enforce_eager=self._enforce_eager,
+        )
 
     def pool_bytes(self, config: EngineConfig) -> int:
         """Bytes of the pool of such a runner, the null block included."""

@@ -32,6 +32,10 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     threads: int | None = None
     """Threads of the forward pass. None: what the environment says, else torch's default."""
+    attention_backend: Literal["auto", "sdpa", "triton"] = "auto"
+    """What computes attention: the fastest that its check at start finds right, torch, or Triton."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
     max_labs: int = 32
     """Labs that can be open at once."""
     kv_quota_bytes: int | None = None
