@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import streamlit as st
 
@@ -136,6 +136,8 @@ def run(
     host: str = "127.0.0.1",
     port: int = 8501,
     threads: int | None = None,
+    attention_backend: Literal["auto", "sdpa", "triton"] = "auto",
+    enforce_eager: bool = False,
 ) -> None:
     """Serve the lab until it is interrupted; then the engine's process ends too.
 
@@ -149,7 +151,9 @@ def run(
     limits = Limits.from_environment()
     check_port(host, port)
     recordings = data_folder() / "recordings"
-    options = HostOptions(max_labs=limits.labs + LEAVING_LABS)
+    options = HostOptions(
+        max_labs=limits.labs + LEAVING_LABS, attention_backend=attention_backend, enforce_eager=enforce_eager
+    )
     client = EngineClient(model=model, device=device, dtype=dtype, threads=threads, recordings=recordings, options=options)
     hub = Hub(client, limits)
     hub.listens = (host, port)

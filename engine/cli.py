@@ -76,9 +76,20 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_positive, help="CPU threads of the engine")
 
 
+def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--attention-backend",
+        default="auto",
+        choices=("auto", "sdpa", "triton"),
+        help="what computes attention: auto (the default) takes Triton's kernels on a GPU where they prove right",
+    )
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+
+
 def _add_lab(commands: Any) -> None:
     lab = commands.add_parser("lab", help="start the lab in the browser")
     _add_model_options(lab)
+    _add_kernel_options(lab)
     lab.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines in")
     lab.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"port to listen on (default {DEFAULT_PORT})")
     lab.set_defaults(command=_lab)
@@ -88,6 +99,7 @@ def _add_generate(commands: Any) -> None:
     generate = commands.add_parser("generate", help="generate text in the terminal")
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     _add_model_options(generate)
+    _add_kernel_options(generate)
     generate.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
     generate.add_argument(
         "--stats", action="store_true", help="print token counts and latencies at the end, on standard error"
@@ -149,6 +161,8 @@ def _lab(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         threads=arguments.threads,
+        attention_backend=arguments.attention_backend,
+        enforce_eager=arguments.enforce_eager,
     )
     return 0
 
@@ -301,6 +315,8 @@ def _load(arguments: argparse.Namespace, listener: Printer) -> LLM:
         arguments.model,
         device=arguments.device,
         dtype=arguments.dtype,
+        attention_backend=arguments.attention_backend,
+        enforce_eager=arguments.enforce_eager,
         listener=listener,
         progress=_tell_progress,
         **settings,
