@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-import psutil
 import torch
 
 from engine.core.config import EngineConfig, require_gpu
@@ -269,6 +268,8 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
+    import psutil  # here, because a GPU can be checked on a machine that lacks it
+
     memory = psutil.virtual_memory()
     return int(memory.available), int(memory.total)
 
