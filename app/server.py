@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import streamlit as st
+from starlette.middleware import Middleware
+from streamlit.file_util import get_static_dir
+from streamlit.web.server.starlette import starlette_server
 
 from app import sharing
-from app.live.routes import allow_streams, end_streams, routes
+from app.files import KeptFiles
+from app.live.routes import allow_streams, announced, end_streams, routes
 from app.session import Hub, Limits, install
 
 MAIN = Path(__file__).parent / "main.py"
@@ -59,6 +63,26 @@ def stay_inside() -> None:
     from streamlit import net_util
 
     net_util.get_external_ip = lambda: None
+
+
+def answer_at_once() -> None:
+    """Let answers leave without waiting for the browser's acknowledgement.
+
+    Streamlit binds a socket that asyncio doesn't recognise as TCP, so that Nagle's algorithm stays on. An answer is written
+    in two pieces, headers and body, and the second then waits 40 ms: for each of the sixty files of a page, and for each
+    command. Connections inherit the option from the socket that listens.
+    """
+    bind = starlette_server._bind_socket
+    if getattr(bind, "answers_at_once", False):
+        return
+
+    def bound(*arguments: Any, **more: Any) -> socket.socket:
+        listening = bind(*arguments, **more)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
+
+    bound.answers_at_once = True  # type: ignore[attr-defined]
+    starlette_server._bind_socket = bound
 
 
 def network_words(hub: Hub, host: str, port: int) -> str:
@@ -106,7 +130,9 @@ def build_app(hub: Hub, where: str) -> st.App:
         print("Ctrl-C ends everything.", flush=True)
         yield
 
-    return st.App(MAIN, lifespan=lifespan, routes=routes())
+    answer_at_once()
+    kept = Middleware(KeptFiles, folder=Path(get_static_dir()) / "static", announced=announced())
+    return st.App(MAIN, lifespan=lifespan, routes=routes(), middleware=[kept])
 
 
 def _end_streams_on_signals() -> None:

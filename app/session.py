@@ -344,7 +344,7 @@ class Lab:
         """Traffic, scene, and what this lab shares with others."""
         steps = self._log.steps(max(0, self._log.next_index - WAIT_STEPS))
         waited = sum(step.wait_time for step in steps)
-        worked = sum(step.end - step.start for step in steps)
+        worked = sum(step.duration for step in steps)
         return {
             "traffic": self._log.traffic,
             "workload": plain(self.workload) if self.workload is not None else None,

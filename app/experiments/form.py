@@ -33,6 +33,7 @@ KNOBS: dict[str, Knob] = {
     "batching": Knob("Batching", "static", "continuous", ("static", "continuous")),
     "kv_layout": Knob("KV layout", "contiguous", "paged", ("contiguous", "paged")),
     "use_kv_cache": Knob("KV cache", "off", "on", ("off", "on")),
+    "async_scheduling": Knob("Asynchronous scheduling", "off", "on", ("off", "on")),
     "scheduling_policy": Knob("Who goes first", "fcfs", "priority", ("fcfs", "priority")),
     "long_prefill_token_threshold": Knob("Long-prompt threshold", 0, 64, least=0),
     "block_size": Knob("Block size", 8, 32, most=256),

@@ -118,6 +118,7 @@ def batch_figure(
     top = max(peak, round(budget * 1.08)) if root else scale(peak, budget)
     place = math.sqrt if root else float
     shapes: list[dict[str, Any]] = [] if cursor is None else [vertical_line(theme, cursor)]
+    words = ["stacked by kind"] if by_kind else []
     notes = []
     if budget <= top:
         line = {"color": theme.alert, "width": 1.5, "dash": "6px,3px"}
@@ -126,11 +127,9 @@ def batch_figure(
         label = {"yref": "y", "yanchor": "top", "xanchor": "left", "bgcolor": "rgba(0,0,0,0)"}
         notes.append(note(theme, f"token budget {budget:,}", 0, place(budget), **label))
     else:
-        notes.append(note(theme, f"scale 0–{top:,} tokens; the budget, {budget:,}, is above", 1, HIGH))
-    if by_kind:
-        side = {"xanchor": "right"} if budget <= top else {"xanchor": "left"}
-        words = f"over {MOST_LEVELS} requests: by kind"
-        notes.append(note(theme, words, 1 if budget <= top else 0, HIGH, **side))
+        words.append(f"scale 0–{top:,} tokens; the budget, {budget:,}, is above")
+    if words:
+        notes.append(note(theme, "; ".join(words), 1, HIGH))
     return {
         "data": [*data, _waiting(shown, numbers, theme)],
         "layout": layout(
@@ -156,8 +155,13 @@ def batch_figure(
 
 
 def _waiting(shown: Sequence[StepTrace], numbers: Mapping[str, int], theme: Theme) -> dict[str, Any]:
-    """How many requests wait in each step, as numbers in the strip above the bars."""
+    """How many requests wait in each step, as numbers in the strip above the bars; a dot: as many as in the step before."""
     steps = [step for step in shown if step.scheduled and step.num_waiting]
+    before = [None, *(step for step in steps)]
+    same = [
+        b is not None and (b.index, b.num_waiting) == (s.index - 1, s.num_waiting)
+        for b, s in zip(before, steps, strict=False)
+    ]
     return {
         "type": "scatter",
         "name": "waiting",
@@ -165,7 +169,7 @@ def _waiting(shown: Sequence[StepTrace], numbers: Mapping[str, int], theme: Them
         "yaxis": "y2",
         "x": [step.index for step in steps],
         "y": [0.5] * len(steps),
-        "text": [str(step.num_waiting) for step in steps],
+        "text": ["·" if again else str(step.num_waiting) for step, again in zip(steps, same, strict=True)],
         "textfont": {"size": 10, "color": theme.ink},
         "customdata": [[-1, "waiting", "", 0] for _ in steps],
         "hovertext": [f"step {step.index}: {waiting_words(step, numbers)}" for step in steps],

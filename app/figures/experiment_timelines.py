@@ -58,7 +58,7 @@ class Track:
         self.steps: list[StepTrace] = [step for step in records.steps if step.scheduled]
         self.begin = records.begin
         self.numbers = {trace.request_id: trace.number for trace in records.requests}
-        self.starts = [step.start - self.begin for step in self.steps]
+        self.starts = [step.start + step.overlap - self.begin for step in self.steps]
         self.ends = [step.end - self.begin for step in self.steps]
         self.tokens = list(accumulate(sum(row.sampled >= 0 for row in step.scheduled) for step in self.steps))
         self.length = max(self.ends, default=0.0)

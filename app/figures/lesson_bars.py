@@ -52,7 +52,7 @@ def per_step_alt(runs: Mapping[str, Sequence[StepTrace]], what: str) -> str:
 
 
 def _value(step: StepTrace, what: str) -> float:
-    return step.num_tokens if what == "tokens" else round(1000 * (step.end - step.start), 4)
+    return step.num_tokens if what == "tokens" else round(1000 * step.duration, 4)
 
 
 def _cursor(theme: Theme, step: int) -> dict[str, Any]:

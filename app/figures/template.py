@@ -35,9 +35,10 @@ def axis(theme: Theme, **changes: Any) -> dict[str, Any]:
         "gridcolor": theme.grid,
         "linecolor": theme.line,
         "tickfont": {"color": theme.muted, "size": 11},
-        "tickangle": 0,  # these two spare Plotly measuring every label, a third of the time a picture takes
+        # These two, and a title without a standoff, spare Plotly measuring every label: a third of the time a picture takes.
+        "tickangle": 0,
         "ticklabeloverflow": "allow",
-        "title": {"font": {"color": theme.muted, "size": 11}, "standoff": 4},
+        "title": {"font": {"color": theme.muted, "size": 11}},
     }
     merged = {**base, **changes}
     if isinstance(changes.get("title"), str):

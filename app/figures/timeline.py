@@ -11,7 +11,7 @@ from app.figures.pool import steps as flat_steps
 from app.figures.template import Figure, axis, layout, vertical_line
 from engine.core.trace import RequestTrace, StepTrace, letter
 
-ROWS = (8, 16)
+ROWS = (8, 12)
 """Rows of the frame: the first number, or the second once more requests are alive."""
 ENDS = {"stop": "ends by itself", "length": "reaches its token limit", "abort": "is stopped", "error": "fails"}
 
@@ -20,7 +20,8 @@ def choose(
     requests: Sequence[RequestTrace], shown: Sequence[StepTrace], rows: int = ROWS[1], selected: str | None = None
 ) -> list[RequestTrace]:
     """At most ``rows`` requests to draw, by arrival: the selected one, then the newest that work in the shown steps, then
-    the first of those that wait."""
+    the first of those that wait.
+    """
     begin = shown[0].start if shown else 0.0
     alive = [r for r in requests if r.finished < 0 or r.finished >= begin] or list(requests)
     working = {row.request_id for step in shown for row in step.scheduled}
@@ -90,7 +91,7 @@ def timeline_figure(
             xaxis=axis(theme, range=[frame[0] - 0.5, frame[1] + 0.5], title="step", showgrid=False, dtick=5, tick0=0),
             yaxis=axis(
                 theme, range=[rows - 0.5, -0.5], tickvals=list(range(len(names))), ticktext=names, showgrid=False,
-                tickfont={"color": theme.ink, "size": 12},
+                tickfont={"color": theme.ink, "size": 11},
             ),
             shapes=[*_ticks(marks["decode"], theme), *([] if cursor is None else [vertical_line(theme, cursor)])],
         ),
@@ -158,7 +159,7 @@ def _heatmap(
 
 
 def _ticks(marks: Sequence[tuple[int, int, str]], theme: Theme) -> list[dict[str, Any]]:
-    """A tick for each decode step, all in one shape: markers, or lines with gaps, draw far slower. The cells have the hover."""
+    """A tick for each decode step, all in one shape: markers, or lines with gaps, draw far slower."""
     path = "".join(f"M{x},{y - 0.2:g}V{y + 0.2:g}" for x, y, _ in marks)
     return [{"type": "path", "name": "decode", "path": path, "line": {"width": 1.5, "color": theme.ink}}] if path else []
 

@@ -23,6 +23,7 @@ def vllm_command(config: EngineConfig, model: str) -> str:
         f"--{'' if config.chunked_prefill else 'no-'}enable-chunked-prefill",
         f"--{'' if config.prefix_caching else 'no-'}enable-prefix-caching",
         f"--scheduling-policy {config.scheduling_policy}",
+        f"--{'' if config.async_scheduling else 'no-'}async-scheduling",
     ]
     if config.long_prefill_token_threshold:
         flags.append(f"--long-prefill-token-threshold {config.long_prefill_token_threshold}")

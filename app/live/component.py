@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import streamlit as st
 
-from app.live.routes import build_tag
+from app.live.routes import build_tag, plotly_address
 
 LOADER = """
 const mounted = new WeakMap();
@@ -63,6 +62,6 @@ def live_view(lab: str, *, home: str | None = None, projector: bool = False, own
             "projector": projector,
             "owner": owner,
             "assets": f"/lab/assets/{build_tag()}",
-            "plotly": f"/lab/plotly/{version('plotly')}.js",
+            "plotly": plotly_address(),
         },
     )

@@ -9,7 +9,7 @@
     POST /lab/api/<verb>   view, send, samples, abort, clear, control, engine, restart, traffic, rate, stop, scene, share,
                            model
     GET  /lab/owner        with the owner's key: this browser is the owner's from now on
-    GET  /lab/assets/...   the view's own modules and style sheet;  /lab/plotly.js: plotly.js of the plotly package
+    GET  /lab/assets/...   the view's own modules and style sheet;  /lab/plotly/...: plotly.js
 
 What is looked at is named by ``lab``: a lab's token, ``follow:TOKEN`` to look on, ``run:NAME`` for a saved run (its owner
 only). Commands are accepted from this server's own pages only, as JSON of bounded size, with the token of a lab; whoever
@@ -30,7 +30,6 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,6 +42,7 @@ from starlette.routing import Route
 
 from app import sharing
 from app.figures.vllm import vllm_command
+from app.files import announcement
 from app.link import WorkloadRefused, read_workload
 from app.live.moment import Look, token_detail
 from app.owner import COOKIE, request_is_owner
@@ -53,6 +53,7 @@ from app.session import Hub, Lab, LabUnknown, hub
 from engine.core.config import ConfigError, EngineConfig, build_config
 from engine.core.sampling_params import SamplingParams
 from engine.workload.arrivals import MAX_RATE
+from engine.workload.check import assets
 from engine.workload.spec import check_fits
 
 MAX_BODY = 1_000_000
@@ -674,26 +675,37 @@ def _lab(name: str) -> Lab:
 @lru_cache(maxsize=1)
 def build_tag() -> str:
     """Changes when one of the view's files does: part of their addresses, so that browsers may keep them for good."""
-    digest = hashlib.sha256(version("plotly").encode())
+    digest = hashlib.sha256()
     for path in sorted(STATIC.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 @lru_cache(maxsize=1)
-def _plotly() -> bytes:
-    from plotly.offline import get_plotlyjs
+def plotly_address() -> str:
+    """Where a page finds plotly.js; changes with the file."""
+    return f"/lab/plotly/{hashlib.sha256(_plotly()).hexdigest()[:12]}.js"
 
-    return gzip.compress(get_plotlyjs().encode(), 6)
+
+@lru_cache(maxsize=1)
+def _plotly() -> bytes:
+    return gzip.compress((assets("plotly") / "plotly-cartesian.min.js").read_bytes(), 6, mtime=0)
 
 
 async def plotly_js(request: Request) -> Response:
-    """plotly.js as the plotly package brings it, compressed once."""
-    packed = await run_in_threadpool(_plotly)
+    """plotly.js with the chart types that the lab draws, compressed once."""
+    packed = _plotly()
     headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(packed, media_type="text/javascript", headers={**headers, "Content-Encoding": "gzip"})
     return Response(await run_in_threadpool(gzip.decompress, packed), media_type="text/javascript", headers=headers)
+
+
+def announced() -> str:
+    """The files of the live view, for the front page to announce."""
+    base = f"/lab/assets/{build_tag()}/"
+    modules = [base + path.name for path in sorted(STATIC.glob("*.js"))]
+    return announcement(modules, [base + "live.css"], [plotly_address()])
 
 
 async def asset(request: Request) -> Response:

@@ -338,7 +338,7 @@ def test_who_waits_and_why_is_in_the_picture_and_beside_it():
     found = drawn(recorded, step=1)["batch"]
     check(found["figure"])
     strip = trace(found["figure"], "waiting")
-    assert list(zip(strip["x"], strip["text"], strict=True)) == [(0, "3"), (1, "3")]
+    assert list(zip(strip["x"], strip["text"], strict=True)) == [(0, "3"), (1, "·")]
     assert "C waits, 2 behind it: every seat is taken (max_num_seqs)" in strip["hovertext"][1]
     assert found["moment"] == "Step 1: 2 of 512 tokens; C waits, 2 behind it: every seat is taken (max_num_seqs)."
     assert "In the queue: C waits" in found["alt"]

@@ -48,6 +48,7 @@ configs = st.builds(
     scheduling_policy=st.sampled_from(["fcfs", "priority"]),
     enable_chunked_prefill=st.booleans(),
     enable_prefix_caching=st.booleans(),
+    async_scheduling=st.booleans(),
     max_num_queued_requests=st.just(DEFAULT_CONFIG.max_num_queued_requests),
     seed=st.just(DEFAULT_CONFIG.seed),
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
+import re
 import signal
 from typing import Any
 
@@ -209,12 +211,16 @@ def test_unknown_commands_and_files(lab: Lab):
     assert (answer.status, answer.headers["cache-control"]) == (200, "public, max-age=31536000, immutable")
 
 
-def test_plotly_comes_from_the_package(hub: Hub):
-    answer = call(APP, "GET", "/lab/plotly/x.js", headers={"accept-encoding": "gzip"})
-    assert answer.headers["content-encoding"] == "gzip"
-    assert "immutable" in answer.headers["cache-control"]
-    assert len(answer.body) < 2_000_000
-    assert b"plotly.js" in call(APP, "GET", "/lab/plotly/x.js").body[:200]
+def test_plotly_is_served_compressed_and_is_the_version_that_figures_are_checked_against(hub: Hub):
+    from plotly.offline import get_plotlyjs
+
+    packed = call(APP, "GET", routes.plotly_address(), headers={"accept-encoding": "gzip"})
+    plain = call(APP, "GET", routes.plotly_address())
+    assert packed.headers["content-encoding"] == "gzip"
+    assert gzip.decompress(packed.body) == plain.body
+    ours, theirs = (re.search(r"v(\d+\.\d+\.\d+)", text[:300]) for text in (plain.body.decode(), get_plotlyjs()))
+    assert ours and theirs and ours[1] == theirs[1]
+    assert "immutable" in packed.headers["cache-control"]
 
 
 def test_before_the_model_is_ready_commands_say_so(sleeping: Hub):

@@ -14,7 +14,8 @@ from engine.core.config import build_config
 FLAGS = {
     "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--block-size", "--num-gpu-blocks-override",
     "--enable-chunked-prefill", "--no-enable-chunked-prefill", "--enable-prefix-caching", "--no-enable-prefix-caching",
-    "--scheduling-policy", "--long-prefill-token-threshold", "--seed", "--gpu-memory-utilization",
+    "--async-scheduling", "--no-async-scheduling", "--scheduling-policy", "--long-prefill-token-threshold", "--seed",
+    "--gpu-memory-utilization",
 }  # fmt: skip
 """From ``vllm serve --help=all`` of vLLM 0.32."""
 
@@ -34,6 +35,7 @@ def words(command: str) -> list[str]:
         {"kv_layout": "contiguous", "max_model_len": 256},
         {"use_kv_cache": False, "max_model_len": 256, "seed": None},
         {"block_size": 8},
+        {"async_scheduling": True},
         {"gpu_memory_utilization": 0.85},
     ],
 )
@@ -52,6 +54,8 @@ def test_only_flags_that_exist_with_the_settings_values(fields: dict[str, Any]):
     assert ("--enable-prefix-caching" in said) == config.prefix_caching
     assert ("--no-enable-chunked-prefill" in said) == (not config.chunked_prefill)
     assert ("--long-prefill-token-threshold" in said) == bool(config.long_prefill_token_threshold)
+    assert ("--async-scheduling" in said) == config.async_scheduling
+    assert ("--no-async-scheduling" in said) == (not config.async_scheduling)  # vLLM schedules ahead unless told not to
     assert ("--seed" in said) == (config.seed is not None)
 
 

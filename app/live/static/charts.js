@@ -11,14 +11,22 @@ export class Charts {
     this.onPick = onPick;
     this.latest = {};
     this.busy = {};
+    this.boxes = {}; // sizes as the browser reports them: to ask for them would lay the whole page out
     this.sizes = new ResizeObserver((entries) => {
-      for (const entry of entries) this.redraw(entry.target.dataset.name);
+      for (const { target, contentRect } of entries) {
+        this.boxes[target.dataset.name] = contentRect;
+        this.redraw(target.dataset.name);
+      }
     });
     for (const [name, node] of Object.entries(frames)) {
-      node.dataset.name = name;
-      this.sizes.observe(node);
+      node.parentElement.dataset.name = name;
+      this.sizes.observe(node.parentElement);
     }
-    this.ready = load(address).then((plotly) => {
+  }
+
+  /** Run plotly.js, which holds the page for half a second on a slow machine: once words and controls are there. */
+  begin() {
+    this.ready ??= load(this.address).then((plotly) => {
       this.plotly = plotly;
       for (const name of Object.keys(this.latest)) this.redraw(name);
     });
@@ -60,7 +68,7 @@ export class Charts {
       if (this.busy[name]) this.again = { ...this.again, [name]: true };
       return;
     }
-    const box = node.parentElement.getBoundingClientRect();
+    const box = this.boxes[name] || { width: 0, height: 0 };
     const [width, height] = [box.width / this.zoom, box.height / this.zoom];
     if (width < 20 || height < 20) return;
     if (this.zoom !== 1) Object.assign(node.style, { inset: "0 auto auto 0", width: width + "px", height: height + "px", transform: `scale(${this.zoom})`, transformOrigin: "0 0" });
@@ -68,7 +76,7 @@ export class Charts {
     const begin = performance.now();
     try {
       const fresh = !node.data;
-      const drawn = this.plotly.react(node, picture.figure.data, { ...picture.figure.layout, ...this.frame(name, picture), width, height, autosize: false }, CONFIG);
+      const drawn = this.plotly.react(node, picture.figure.data, { ...picture.figure.layout, ...this.frame(name, picture), width, height, autosize: false }, fresh ? CONFIG : undefined);
       (this.probe.times ??= {})[name] = performance.now() - begin; // what follows waits for the other pictures too
       await drawn;
       if (fresh) this.listen(name, node);

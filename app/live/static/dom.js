@@ -39,10 +39,20 @@ export async function post(verb, body) {
   return found;
 }
 
-export const number = (value, digits = 0) =>
-  value === null || value === undefined
-    ? "n/a"
-    : value.toLocaleString("en-US", { maximumFractionDigits: digits, minimumFractionDigits: 0 });
+/** Put ``nodes`` into ``container`` in this order, and nothing else; what stands right is not touched. */
+export function arrange(container, nodes) {
+  nodes.forEach((node, i) => {
+    if (container.children[i] !== node) container.insertBefore(node, container.children[i] || null);
+  });
+  while (container.children.length > nodes.length) container.lastChild.remove();
+}
+
+/** A count in little room: 12,345 is 12k. */
+export const brief = (value) => (value >= 9999.5 ? number(value / 1000) + "k" : number(value));
+
+const FORMATS = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat("en-US", { maximumFractionDigits: digits })); // slow to make
+
+export const number = (value, digits = 0) => (value === null || value === undefined ? "n/a" : FORMATS[digits].format(value));
 
 export const milliseconds = (value) =>
-  value === null || value === undefined ? "n/a" : value >= 10000 ? number(value / 1000, 1) + " s" : number(value, value < 10 ? 1 : 0);
+  value === null || value === undefined ? "n/a" : value >= 9999.5 ? number(value / 1000, 1) + " s" : number(value, value < 10 ? 1 : 0);

@@ -19,6 +19,7 @@ const KNOBS = [
   FLAG("enable_chunked_prefill", "Split long prompts over several steps, so that others keep getting tokens in between."),
   INT("long_prefill_token_threshold", "tokens, 0 is off", 0, "Most prompt tokens of one request in a step while others exist."),
   CHOICE("scheduling_policy", ["fcfs", "priority"], "Who is served first and preempted last: by arrival, or by priority."),
+  FLAG("async_scheduling", "Schedule the next step while a GPU computes this one, so that it need not wait. Gains nothing on a CPU."),
   CHOICE("batching", ["continuous", "static"], "Static waits until the whole batch is done, and computes padding: the way before continuous batching."),
   CHOICE("kv_layout", ["paged", "contiguous"], "Contiguous gives each request one piece of memory: simple, with waste and holes."),
   CHOICE("reserve", ["max_model_len", "request"], "What a contiguous piece reserves: the longest possible, or this request's prompt + max_tokens."),
@@ -26,8 +27,8 @@ const KNOBS = [
 ];
 const BASE = {
   max_num_batched_tokens: 256, max_num_seqs: 8, max_model_len: 1024, block_size: 16, num_kv_blocks: 128, enable_prefix_caching: true,
-  enable_chunked_prefill: true, long_prefill_token_threshold: 0, scheduling_policy: "fcfs", batching: "continuous", kv_layout: "paged",
-  reserve: "max_model_len", use_kv_cache: true, gpu_memory_utilization: null,
+  enable_chunked_prefill: true, long_prefill_token_threshold: 0, scheduling_policy: "fcfs", async_scheduling: false, batching: "continuous",
+  kv_layout: "paged", reserve: "max_model_len", use_kv_cache: true, gpu_memory_utilization: null,
 };
 const WHOLE = { enable_chunked_prefill: false, enable_prefix_caching: false, max_num_batched_tokens: 1024 };
 const PRESETS = {

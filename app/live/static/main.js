@@ -364,6 +364,8 @@ class View {
     const dirty = this.dirty;
     this.dirty = new Set();
     const s = this.sections;
+    // The pictures first: Plotly measures as it draws, and whatever else has changed by then is laid out for each measure.
+    for (const name of ["batch", "timeline", "pool"]) if (dirty.has(name) && s[name]) this.charts.draw(name, s[name]);
     if (dirty.has("head") || dirty.has("clock")) {
       renderHead(this, s.head);
       this.bar.render(s.clock, s.head, this.look);
@@ -390,7 +392,6 @@ class View {
     if (dirty.has("words")) this.fillWords(s.words || {});
     if (dirty.has("failed")) this.showFailures(s.failed || {});
     if (dirty.has("batch") && s.batch) this.announce(s.batch);
-    for (const name of ["batch", "timeline", "pool"]) if (dirty.has(name) && s[name]) this.charts.draw(name, s[name]);
     if (dirty.has("pool") && s.pool)
       setText(this.counts.pool, `${s.pool.used} of ${s.pool.total} blocks in use` + (s.pool.cached ? ` · ${s.pool.cached} cached` : "") +
         (s.pool.per_cell > 1 ? ` · one cell is ${s.pool.per_cell} blocks` : "") + (s.pool.complete ? "" : " · its records are gone"));
@@ -399,6 +400,7 @@ class View {
     this.root.classList.toggle("lab-empty", !s.requests || s.requests.length === 0);
     this.root.classList.toggle("lab-past", this.look.step !== null);
     this.probe.draws += 1;
+    if (this.probe.draws === 1) setTimeout(() => this.charts.begin());
   }
 
   /** One line on the chosen step; a changed scale is said, never silent. */
@@ -526,7 +528,7 @@ class View {
         "main", { class: "lab-centre" },
         this.buildHero(),
         this.scenes.banner,
-        frame("batch", "Batch composition", "Tokens that each request contributed to each step.", [legend, scale],
+        frame("batch", "Batch composition", "Tokens that each request contributed to each step; with more than 12 requests in a step they are stacked by kind. The strip above counts who waits.", [legend, scale],
           h("p", { class: "lab-moment" }, this.moment, this.scaleNote)),
         frame("timeline", "Request timelines", "The life of each request, on the same steps as the batch above."),
         frame("pool", "KV block pool", "Every physical block of KV memory; colour is the owner.",

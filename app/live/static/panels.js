@@ -1,5 +1,5 @@
 // The panels beside the pictures. Texts of users and models only ever become text nodes.
-import { h, milliseconds, number, setText } from "./dom.js";
+import { arrange, brief, h, milliseconds, number, setText } from "./dom.js";
 
 const MARKS = { waiting: "○", prefill: "◐", recompute: "◑", decode: "●", finished: "■" };
 
@@ -55,17 +55,10 @@ export function renderRequests(view, requests) {
     }
     row.fill(request);
   }
-  for (const [id, row] of known) {
-    if (seen.has(id)) continue;
-    row.node.remove();
-    known.delete(id);
-  }
+  for (const id of known.keys()) if (!seen.has(id)) known.delete(id);
   const order = { decode: 0, prefill: 0, recompute: 0, waiting: 1, finished: 2 };
   const sorted = [...requests].sort((a, b) => order[a.state] - order[b.state] || (a.state === "finished" ? b.number - a.number : a.number - b.number));
-  sorted.forEach((request, i) => {
-    const node = known.get(request.id).node;
-    if (view.requests.children[i] !== node) view.requests.insertBefore(node, view.requests.children[i] || null);
-  });
+  arrange(view.requests, sorted.map((request) => known.get(request.id).node));
 }
 
 function newRow(view, request) {
@@ -105,27 +98,51 @@ export function renderTables(view, tables) {
   const rows = selected && tables.some((t) => t.id === selected) ? [...tables].sort((a, b) => (b.id === selected) - (a.id === selected)) : tables;
   setText(view.tablesTitle, tables.length ? "logical → physical" : "");
   if (!tables.length) {
+    view.tableRows = null;
     view.tables.replaceChildren(h("p", { class: "lab-hint lab-always" }, view.sections.requests?.length ? "No request holds a block at this step." : "A request's block table appears here: which physical block holds its logical blocks 0, 1, 2 …"));
     return;
   }
-  view.tables.replaceChildren(
-    ...rows.map((table) =>
-      h("div", { class: "lab-table" + (table.id === selected ? " lab-selected" : ""), "data-id": table.id, style: { "--hue": hue(table.number) } },
-        h("span", { class: "lab-badge", style: { background: hue(table.number) }, title: `${table.tokens} tokens stored` }, table.letter),
-        h("span", { class: "lab-cells" },
-          table.cells.map(([block, tokens, owners, fresh], logical) =>
-            h("span", {
-              class: "lab-cell" + (owners > 1 ? " lab-shared" : "") + (fresh ? " lab-fresh" : ""),
-              style: { "--fill": (100 * tokens) / Math.max(1, view.sections.head?.config?.block_size || 16) + "%" },
-              title: `logical ${logical} → physical ${block}: ${tokens} tokens` + (owners > 1 ? `, shared by ${owners}` : ""),
-            }, table.id === selected ? h("small", {}, String(logical)) : null, String(block))),
-          table.left_out ? h("span", { class: "lab-more" }, `and ${table.left_out} more`) : null))),
-  );
+  const known = view.tableRows ?? new Map();
+  const size = Math.max(1, view.sections.head?.config?.block_size || 16);
+  view.tableRows = new Map(rows.map((table) => [table.id, known.get(table.id) ?? newTable(table)]));
+  for (const table of rows) view.tableRows.get(table.id).fill(table, table.id === selected, size);
+  arrange(view.tables, rows.map((table) => view.tableRows.get(table.id).node));
+}
+
+/** One request's table. Only the cells that changed are touched: in a step that is one a request, of hundreds in all. */
+function newTable({ id, number: place, letter }) {
+  const badge = h("span", { class: "lab-badge", style: { background: hue(place) } }, letter);
+  const more = h("span", { class: "lab-more" });
+  const box = h("span", { class: "lab-cells" });
+  const node = h("div", { class: "lab-table", "data-id": id, style: { "--hue": hue(place) } }, badge, box);
+  const cells = [];
+  const keys = [];
+  return {
+    node,
+    fill(table, chosen, size) {
+      node.classList.toggle("lab-selected", chosen);
+      if (badge.title !== `${table.tokens} tokens stored`) badge.title = `${table.tokens} tokens stored`;
+      table.cells.forEach(([block, tokens, owners, fresh], logical) => {
+        const key = [block, tokens, owners, fresh, chosen, size].join();
+        if (keys[logical] === key) return;
+        keys[logical] = key;
+        const cell = (cells[logical] ??= h("span"));
+        cell.className = "lab-cell" + (owners > 1 ? " lab-shared" : "") + (fresh ? " lab-fresh" : "");
+        cell.style.setProperty("--fill", (100 * tokens) / size + "%");
+        cell.title = `logical ${logical} → physical ${block}: ${tokens} tokens` + (owners > 1 ? `, shared by ${owners}` : "");
+        cell.replaceChildren(...(chosen ? [h("small", {}, String(logical))] : []), String(block));
+      });
+      cells.length = keys.length = table.cells.length;
+      setText(more, table.left_out ? `and ${table.left_out} more` : "");
+      arrange(box, table.left_out ? [...cells, more] : cells);
+    },
+  };
 }
 
 /** The contiguous layout: one bar an extent, used and reserved part told apart, and the holes between them. */
 export function renderExtents(view, rows) {
   setText(view.tablesTitle, "extents and holes, in pool order");
+  view.tableRows = null;
   const longest = Math.max(1, ...rows.map((row) => row.tokens));
   view.tables.replaceChildren(
     ...rows.map((row) => {
@@ -153,7 +170,7 @@ export function renderTiles(view, tiles) {
         name === "p99" && row.few
           ? h("td", { class: "lab-few", title: "Fewer than 100 samples: hardly more than the maximum." }, milliseconds(row[name]))
           : h("td", {}, milliseconds(row[name]))),
-      h("td", { class: "lab-n" }, view.showMean ? milliseconds(row.mean) : number(row.count))));
+      h("td", { class: "lab-n" }, view.showMean ? milliseconds(row.mean) : brief(row.count))));
   const gauges = tiles.gauges.map((g) =>
     h("div", { class: "lab-gauge", title: g.text, "data-name": g.name }, h("span", {}, g.label),
       h("b", {}, g.value === null ? "n/a" : number(g.value, g.unit === "" || g.unit === "%" ? 0 : 1), g.value !== null && g.unit ? h("small", {}, " " + g.unit) : null)));
