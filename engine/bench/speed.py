@@ -71,7 +71,7 @@ def summarise(name: str, steps: Sequence[StepTrace], bandwidth: float, matmul_ra
     if not steps:
         raise ValueError(f"{name}: no step to count")
     tokens = sum(step.num_tokens for step in steps)
-    seconds = sum(step.end - step.start for step in steps)
+    seconds = sum(step.duration for step in steps)
     forward = sum(step.forward_time for step in steps)
     moved, operations = sum(step.bytes for step in steps), sum(step.flops for step in steps)
     # The time each ceiling alone would allow; the longer one binds.

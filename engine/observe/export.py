@@ -269,7 +269,7 @@ class _Timeline:
             yield from self._step(step)
             yield from self._gpu(step)
             for preemption in step.preemptions:
-                yield from self._preempted(preemption, _ns(step.start))
+                yield from self._preempted(preemption, _ns(step.start + step.overlap))
             for row in step.scheduled:
                 yield from self._row(row, step)
         for track in self._tracks.values():
@@ -325,7 +325,7 @@ class _Timeline:
                 return
             track = self._tracks[row.request_id] = _Track(len(self._tracks) + 1, None)
             yield self._track_name(track, row.request_id, None)
-        start, end = _ns(step.start), _ns(max(step.end, step.start))
+        start, end = _ns(step.start + step.overlap), _ns(max(step.end, step.start))
         if not track.started:
             yield from self._until_recorded(track, start)
         if track.preempted_at is not None:
@@ -370,9 +370,13 @@ class _Timeline:
             args: dict[str, Any] = {"tokens": step.num_tokens, "token_budget": step.token_budget, "seats": step.seats}
             if step.blocked is not None:
                 args["blocked"] = f"{step.blocked.request_id}: {step.blocked.reason}"
+            names = ["schedule", "prepare", "forward", "sample", "postprocess"]
+            if step.overlap:  # it was scheduled during the step before
+                args["scheduled_ahead_s"] = _finite(step.schedule_time)
+                names.remove("schedule")
             yield _event("X", ENGINE_PID, 1, f"step {step.index}", start, end - start, args)
             moment = start
-            for name in ("schedule", "prepare", "forward", "sample", "postprocess"):
+            for name in names:
                 if name == "postprocess":
                     moment = max(moment, min(_ns(step.end), end))
                 until = min(moment + _ns(getattr(step, f"{name}_time")), end)

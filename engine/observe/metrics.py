@@ -710,7 +710,7 @@ def anatomy(step: StepTrace, previous: StepTrace | None = None) -> Anatomy:
         sample=step.sample_time,
         postprocess=step.postprocess_time,
         other_labs=step.wait_time,
-        outside=max(0.0, before) + max(0.0, step.end - step.start - inside),
+        outside=max(0.0, before) + max(0.0, step.duration - inside),
     )
 
 
@@ -727,7 +727,7 @@ def device_use(steps: Iterable[StepTrace], window: Window) -> DeviceUse:
     busy = timed = operations = moved = on_gpu = idle = 0.0
     inside = slow = 0
     for step in steps:
-        begin = step.start + step.schedule_time + step.prepare_time
+        begin = step.start + max(step.schedule_time, step.overlap) + step.prepare_time
         overlap = min(begin + step.forward_time, window.end) - max(begin, window.start)
         busy += max(0.0, overlap)
         if window.holds(step.end):

@@ -258,7 +258,7 @@ class RollingMetrics:
 
 
 def _forward_start(step: StepTrace) -> float:
-    return step.start + step.schedule_time + step.prepare_time
+    return step.start + max(step.schedule_time, step.overlap) + step.prepare_time
 
 
 def _device(steps: np.ndarray, window: Window) -> DeviceUse:

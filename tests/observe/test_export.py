@@ -18,6 +18,7 @@ from engine.core.trace import Event, Preemption, RequestTrace, Scheduled, StepTr
 from engine.observe import export
 from engine.observe.export import RecordsError, chrome_trace, read_records, records_jsonl, requests_csv
 from engine.observe.metrics import latency_values, parts
+from tests.observe.recorded import record
 from tests.observe.runs import random_run, trace
 from tests.observe.test_metrics import STATES
 
@@ -240,6 +241,18 @@ def test_chrome_trace_of_a_run_whose_older_steps_are_gone(seed: int, gone: int) 
     for steps in (run.steps[gone:], []):
         for track in slices(events_of(run.traces, steps)).values():
             assert_nested(track)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_that_were_scheduled_ahead_stay_apart(seed: int) -> None:
+    _, run = record(seed, 60, batching="continuous", use_kv_cache=True, async_scheduling=True)
+    assert any(step.overlap for step in run.steps)
+    events = events_of([closed.trace for closed in run.closed_events], run.steps)
+    for track in slices(events).values():
+        assert_nested(track)
+    ahead = {f"step {step.index}" for step in run.steps if step.overlap}
+    told = {e["name"] for e in events if "scheduled_ahead_s" in e.get("args", {})}
+    assert told == ahead
 
 
 def test_parts_of_a_step_lie_inside_it_in_order() -> None:

@@ -429,6 +429,14 @@ def test_anatomy_accounts_for_all_time_between_two_steps() -> None:
     assert m.anatomy(first).outside == pytest.approx(0.1)
 
 
+def test_anatomy_of_a_step_scheduled_ahead_counts_from_the_end_of_the_one_before() -> None:
+    first = step(0, 1.0, schedule_time=0.1, forward_time=0.9, end=2.0)
+    second = step(1, 1.2, schedule_time=0.1, forward_time=0.9, overlap=0.8, end=3.0)
+    assert second.duration == pytest.approx(1.0)
+    assert m.anatomy(second, first).outside == 0.0
+    assert m.device_use([first, second], Window(2.0, 3.0)).busy_share == pytest.approx(0.9)
+
+
 @given(SEEDS)
 def test_anatomy_of_a_run_adds_up_to_its_length(seed: int) -> None:
     steps = random_run(seed).steps
