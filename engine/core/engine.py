@@ -660,6 +660,10 @@ class Engine:
         """Whether something happened since the last step that only the next record will tell."""
         return bool(self._events)
 
+    def is_finished(self, request_id: str) -> bool:
+        """Whether the request (the sample) has ended; False for an unknown one too."""
+        return request_id in self._done
+
     def request(self, request_id: str) -> RequestTrace:
         """The life of a request (a sample) so far: a copy.
 

@@ -348,11 +348,14 @@ def run_offline(
     def advance() -> None:
         record = engine.step()
         steps.append(record)
-        for event in (*record.events, *record.events_after):
-            if event.op == "finish" and event.request_id in records:
-                trace = records[event.request_id] = engine.request(event.request_id)
+        ended = [event.request_id for event in (*record.events, *record.events_after) if event.op == "finish"]
+        if engine.config.async_scheduling:  # the event comes two records later, too late for users who wait for answers
+            ended += [row.request_id for row in record.scheduled if engine.is_finished(row.request_id)]
+        for request_id in ended:
+            if request_id in records and records[request_id] is None:
+                trace = records[request_id] = engine.request(request_id)
                 completed = trace.finish_reason in ("stop", "length")
-                driver.finished(event.request_id, trace.finished, len(steps), completed=completed)
+                driver.finished(request_id, trace.finished, len(steps), completed=completed)
         if on_step:
             on_step(record)
 

@@ -94,9 +94,10 @@ def test_waiting_steps_are_skipped_when_the_engine_is_idle():
     assert [r.token_steps for r in result.requests] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("in_flight", "count"), [(1, 5), (3, 10), (8, 8)])
-def test_a_closed_loop_keeps_its_number_in_flight(in_flight, count):
-    result = run(generated(count, process="closed", in_flight=in_flight), max_num_seqs=16)
+def test_a_closed_loop_keeps_its_number_in_flight(in_flight, count, ahead):
+    result = run(generated(count, process="closed", in_flight=in_flight), max_num_seqs=16, async_scheduling=ahead)
     assert len(result.requests) == count
     assert max(step.num_running for step in result.steps) == min(in_flight, count)
     assert result.report.closed
@@ -104,12 +105,13 @@ def test_a_closed_loop_keeps_its_number_in_flight(in_flight, count):
     assert result.report.completed == count
 
 
-def test_a_closed_loop_thinks_between_answers():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_closed_loop_thinks_between_answers(ahead):
     spec = generated(4, process="closed", in_flight=1, think=2.5)
-    result = run(spec)
+    result = run(spec, async_scheduling=ahead)
     for earlier, later in zip(result.requests, result.requests[1:], strict=False):
         assert later.arrival - earlier.finished == pytest.approx(2.5)
-    in_steps = run(generated(3, process="closed", in_flight=2, think=3.0, unit="steps"))
+    in_steps = run(generated(3, process="closed", in_flight=2, think=3.0, unit="steps"), async_scheduling=ahead)
     assert [r.token_steps[0] for r in in_steps.requests] == [0, 0, 4]  # idle steps of thinking are skipped
 
 
