@@ -29,7 +29,7 @@ from tests.workload.test_spec import GENERATED, TEXT
 READY = load_experiments()
 WANTED = {
     "static-continuous", "chunked-prefill", "prefix-cache", "paged-contiguous", "kv-cache", "priority",
-    "long-prompt-threshold", "batch-size", "replayed-trace",
+    "long-prompt-threshold", "batch-size", "replayed-trace", "async-scheduling",
 }  # fmt: skip
 
 
