@@ -55,7 +55,11 @@ def weak_hash(parent, tokens, salt):
     return bytes([sum(tokens) % 3])
 
 
-PAGED = {"max_num_batched_tokens": st.integers(5, 40), "enable_prefix_caching": st.booleans()}
+PAGED = {
+    "max_num_batched_tokens": st.integers(5, 40),
+    "enable_prefix_caching": st.booleans(),
+    "async_scheduling": st.booleans(),
+}
 configurations = st.one_of(
     st.fixed_dictionaries(PAGED, optional={"long_prefill_token_threshold": st.integers(1, 6)}),
     st.fixed_dictionaries(PAGED, optional={"scheduling_policy": st.just("priority")}),

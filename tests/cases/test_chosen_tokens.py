@@ -57,6 +57,8 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours(rand, alone, neighbo
         {"max_num_batched_tokens": 1, "max_num_seqs": 1},
         {"scheduling_policy": "priority", "num_kv_blocks": 6, "max_model_len": 80},
         {"enable_chunked_prefill": False},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "num_kv_blocks": 5, "max_model_len": 80},
         {"batching": "static"},
         {"kv_layout": "contiguous"},
         {"kv_layout": "contiguous", "reserve": "request", "num_kv_blocks": 8, "max_model_len": 80},

@@ -45,6 +45,36 @@ def test_tokens_equal_the_oracle_through_small_pools_and_budgets(rand, rand_dir)
         assert llm.stats().blocks_referenced == 0
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 2},
+        {"seed": 5, "temperature": 1.2, "top_p": 0.9, "min_tokens": 4},
+        {"seed": 5, "temperature": 1.2, "top_k": 20, "min_p": 0.01, "frequency_penalty": 0.5},
+        {"seed": 5, "n": 3},
+        {"temperature": 0, "stop": "e"},
+    ],
+)
+def test_scheduling_ahead_changes_no_token(tiny, params):
+    texts = ["One", "One two", "A longer prompt than the others, cut into chunks", "Two"]
+    chosen = [SamplingParams(max_tokens=6 + place, **params) for place in range(len(texts))]
+
+    def run(**config):
+        llm = make(tiny, max_num_batched_tokens=16, num_kv_blocks=24, block_size=8, max_num_seqs=3, **config)
+        outputs = llm.generate(texts, chosen)
+        llm.check()
+        assert not llm.has_unfinished()
+        assert llm.stats().blocks_referenced == 0
+        return [sample for output in outputs for sample in output.outputs]
+
+    for ahead, plain in zip(run(async_scheduling=True), run(), strict=True):
+        assert (ahead.text, ahead.token_ids, ahead.finish_reason) == (plain.text, plain.token_ids, plain.finish_reason)
+        for ours, theirs in zip(ahead.logprobs or (), plain.logprobs or (), strict=True):
+            assert list(ours) == list(theirs)  # their last digits depend on what shares the batch
+            assert [p.logprob for p in ours.values()] == pytest.approx([p.logprob for p in theirs.values()], abs=1e-4)
+
+
 def test_a_refused_prompt_takes_its_batch_with_it(tiny):
     llm = make(tiny)
     for bad in ([400], [-1], [1] * 129, ""):
