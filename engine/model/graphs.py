@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -112,7 +112,7 @@ class CudaGraphs:
         self.device = device
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
 
     def capture(self, work: Replay) -> Replay:
         """Run ``work`` once (kernels compile, libraries take their workspaces), then record it on the same stream."""
@@ -135,6 +135,12 @@ class CudaGraphs:
             torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all labs: matrix libraries keep a workspace for each stream that they have ever run on."""
+    return torch.cuda.Stream(device)
 
 
 def buckets(most: int) -> list[int]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -147,9 +148,10 @@ class ModelRunner:
         self._last_tokens: torch.Tensor | None = None
         self._places: dict[Request, int] = {}
         """Whom the newest step samples for, and where in ``_last_tokens`` the token is."""
-        self._members: set[Request | None] = set()
+        self._members: set[Request] = set()
         self._in_flight, self._collected = 0, 0.0
         self._no_graphs = ""
+        self._warm_up()
         self.graphs = self._make_graphs() if num_blocks else None
 
     # ------------------------------------------------------------------ what it is
@@ -192,6 +194,11 @@ class ModelRunner:
         self.attention.pool = None
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        with self.device.scope(), self._uploading():
+            self.attention.warm_up(self.config.max_model_len)
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Capture the graphs of decode steps; without them, and a note why, where memory is short."""
@@ -236,21 +243,15 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, batch: StepBatch) -> Flight:
         """Ask for a step; see ``AsyncRunner``. On a CPU it is computed at once."""
-        with self.device.scope():
-            clock = StepClock(self.device)
-            if self._uploads is not None:
-                self._uploads.begin()
-            try:
-                if batch.scrub or batch.copies:
-                    clock.start()
-                self.attention.zero_blocks(batch.scrub)
-                self.attention.copy_blocks(batch.copies)
-                if not batch.work:
-                    return Flight(clock)
-                flight = self._replay(batch, clock) or self._compute(batch, clock)
-            finally:
-                if self._uploads is not None:
-                    self._uploads.end()
+        clock = StepClock(self.device)
+        with self.device.scope(), self._uploading():
+            if batch.scrub or batch.copies:
+                clock.start()
+            self.attention.zero_blocks(batch.scrub)
+            self.attention.copy_blocks(batch.copies)
+            if not batch.work:
+                return Flight(clock)
+            flight = self._replay(batch, clock) or self._compute(batch, clock)
             flight.flops, flight.bytes = count_work(self.model, batch, with_cache=self.config.use_kv_cache)
             self._note(flight)
         return flight
@@ -274,13 +275,17 @@ class ModelRunner:
         self._collected = time.perf_counter()
         return result
 
+    def _uploading(self) -> AbstractContextManager[object]:
+        """In which numbers go to the device without waiting."""
+        return nullcontext() if self._uploads is None else self._uploads
+
     def _note(self, flight: Flight) -> None:
         """Remember what the next step needs to know of this one."""
         self._places = dict(zip(flight.requests, flight.places, strict=True))
         self._in_flight += 1
         if not self.device.asynchronous:
             return
-        members = {work.request for work in flight.work}
+        members = {work.request for work in flight.work if work.request is not None}
         follows = self._in_flight > 1 or (
             time.perf_counter() - self._collected < PAUSE and not members.isdisjoint(self._members)
         )

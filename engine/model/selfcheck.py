@@ -299,7 +299,9 @@ def _graph_difference(
         if output is None or not bool(output.finite.all()) or not bool(expected.finite.all()):
             return float("inf")
         if output.logits is not None and expected.logits is not None and alone.logits is not None:
-            worst = max(_difference(output.logits, expected.logits), _difference(output.logits, alone.logits))
+            # Another number of rows may take another matrix kernel, whose rounding the layers then amplify.
+            shape = _difference(output.logits, alone.logits) / 4
+            worst = max(_difference(output.logits, expected.logits), shape)
             same = torch.equal(output.logits, expected.logits)
         # Logits that are the same to the last bit must give the same tokens; others may tip a close decision.
         elif same and not torch.equal(output.tokens, expected.tokens):

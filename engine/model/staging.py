@@ -34,7 +34,7 @@ def aligned(size: int) -> int:
 
 
 class Uploads:
-    """Brings lists of numbers to a device: ``begin``, ``put`` as often as needed, ``end``; once a step.
+    """Brings lists of numbers to a device, once a step: ``with uploads:``, and ``put`` as often as needed.
 
     Args:
         device: copies and events.
@@ -47,10 +47,14 @@ class Uploads:
         self._sets = [_PinnedSet(device, size) for _ in range(2)]
         self._turn = 0
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Take the other set, waiting until the copies out of it are over."""
         self._turn = 1 - self._turn
         self._sets[self._turn].reuse()
+
+    def __exit__(self, *raised: object) -> None:
+        """Mark the last copy out of the set, also when the step failed behind it."""
+        self._sets[self._turn].copied.record()
 
     def put(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         """Numbers, or nested lists of one shape, as a new tensor on the device. It can be used at once."""
@@ -61,10 +65,6 @@ class Uploads:
             pinned.numpy()[:] = array.reshape(-1).view(np.uint8)
             self._device.send(pinned.view(dtype).view(array.shape), target)
         return target
-
-    def end(self) -> None:
-        """Mark the last copy out of the set."""
-        self._sets[self._turn].copied.record()
 
 
 class _PinnedSet:

@@ -292,13 +292,12 @@ def test_uploads_take_turns_and_grow():
     uploads = Uploads(device, torch.device("cpu"), size=64)
     ids = random.Random(0)
     for _ in range(12):
-        uploads.begin()
-        for _ in range(ids.randrange(5)):
-            ints = [[ids.randrange(-9, 9) for _ in range(ids.randrange(1, 20))]] * ids.randrange(1, 4)
-            for dtype in (torch.int64, torch.int32, torch.float32, torch.float64):
-                assert uploads.put(ints, dtype).tolist() == ints
-        assert uploads.put([], torch.int64).shape == (0,)
-        uploads.end()
+        with uploads:
+            for _ in range(ids.randrange(5)):
+                ints = [[ids.randrange(-9, 9) for _ in range(ids.randrange(1, 20))]] * ids.randrange(1, 4)
+                for dtype in (torch.int64, torch.int32, torch.float32, torch.float64):
+                    assert uploads.put(ints, dtype).tolist() == ints
+            assert uploads.put([], torch.int64).shape == (0,)
     device.finish()
     assert len(device.sent) > 30
 

@@ -60,6 +60,10 @@ class Attention(Protocol):
         """Bytes of the pool, the null block included; 0 without a KV cache."""
         ...
 
+    def warm_up(self, longest: int) -> None:
+        """Do beforehand what a first use would wait for, for sequences of up to ``longest`` positions; stores nothing."""
+        ...
+
     def zero_blocks(self, blocks: list[int]) -> None:
         """Set blocks to zero in all layers."""
         ...

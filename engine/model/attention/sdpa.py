@@ -103,6 +103,9 @@ class SdpaAttention:
         """Bytes of the pool, the null block included; 0 without a KV cache."""
         return 0 if self.pool is None else self.pool.numel() * self.pool.element_size()
 
+    def warm_up(self, longest: int) -> None:
+        """Nothing: torch brings its kernels compiled."""
+
     def zero_blocks(self, blocks: list[int]) -> None:
         """Set blocks to zero in all layers."""
         if blocks and self.pool is not None:

@@ -141,6 +141,24 @@ class TritonAttention(SdpaAttention):
         """Splits of a launch of ``tiles`` narrow tiles whose longest sequence has ``longest`` keys."""
         return choose_splits(tiles, self.num_kv_heads, longest, self.processors, self.least)
 
+    def warm_up(self, longest: int) -> None:
+        """Compile what steps will need: without it each number of splits would stop the first step that meets it."""
+        if self.pool is None:
+            return
+        long = self.narrow.rows // self.group + 1
+        table = [0] * -(-long // self.block_size)
+        plans = [self.plan([Span(0, long, 0, table, writes=False)])]
+        nowhere, blocks = self.upload([-1], torch.int64), self.upload([[0]], torch.int32)
+        tile, splits = self.upload([[0, 1, 0, 0]], torch.int32), 1
+        while splits <= self.splits_for(1, longest):
+            plans.append(self.plan_decodes(nowhere, blocks, tile, splits))
+            splits *= 2
+        heads = self.num_heads + 2 * self.num_kv_heads
+        for plan in plans:
+            qkv = torch.zeros((plan.slots.shape[0], heads, self.head_dim), dtype=self.dtype, device=self.device)
+            angle = torch.zeros((plan.slots.shape[0], self.head_dim), dtype=self.dtype, device=self.device)
+            self.attend_rotating(0, qkv, angle, angle, plan)
+
     def plan(self, spans: list[Span]) -> TritonPlan:  # type: ignore[override]
         """Slots, block tables and tiles of a step, in three copies to the device."""
         short, long = self.narrow.rows // self.group, self.wide.rows // self.group
