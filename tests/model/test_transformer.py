@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from engine.model.attention import Span
 from engine.model.loader import load_model
+from engine.model.rope import rotate
+from engine.model.transformer import project
 from tests.fixtures import VOCAB, make_rand, oracle_logits
 from tests.model.kit import chunked_logits, make_attention, packed_logits
 
@@ -106,3 +110,48 @@ def test_decodes_of_very_different_lengths_are_grouped_and_right(rand):
     pieces = [(ids[-1:], n, table) for ids, n, table in zip(sequences, lengths, tables, strict=True)]
     logits = packed_logits(rand, attention, pieces)
     assert (logits - torch.stack(expected)).abs().max() < 1e-4
+
+
+def plain_norm(x, weight, eps):
+    if x.dtype == torch.float32:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_() * weight
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))).to(x.dtype) * weight
+
+
+def plain_forward(model, ids, positions, attention, plan):
+    """The transformer as its formula: every branch is added where it ends, nothing in place."""
+    spec, (cos, sin) = model.spec, model.rotary_tables
+    heads, rotated = spec.num_heads, spec.num_heads + spec.num_kv_heads
+    cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    x = F.embedding(ids, model.weights.embedding)
+    for index, layer in enumerate(model.weights.layers):
+        normed = plain_norm(x, layer.input_norm, spec.norm_eps)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, spec.qkv_heads, spec.head_dim)
+        q, k, v = qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:]
+        if layer.q_norm is not None:
+            q, k = plain_norm(q, layer.q_norm, spec.norm_eps), plain_norm(k, layer.k_norm, spec.norm_eps)
+        turned = torch.cat((q, k), 1)
+        rotate(turned, cos, sin)
+        kv = torch.cat((turned[:, heads:], v), 1).unflatten(1, (2, spec.num_kv_heads))
+        x = x + F.linear(attention.attend(index, turned[:, :heads], kv, plan), layer.out, layer.out_bias)
+        normed = plain_norm(x, layer.post_norm, spec.norm_eps)
+        gate, up = project(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+    return x
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.inference_mode()
+def test_numbers_are_those_of_the_plain_formula_to_the_last_bit(shape, dtype):
+    """What fusing and adding in place may save, it may not change."""
+    path = shape[0].info.name
+    model = load_model(path, "cpu", dtype)
+    for pieces in ([(0, 40)], [(0, 7), (7, 8), (8, 20), (20, 21)]):
+        spans = [Span(0, stop - start, start, [5, 9, 2]) for start, stop in pieces]
+        pools = [make_attention(model) for _ in range(2)]
+        for (start, stop), span in zip(pieces, spans, strict=True):
+            ids, positions = torch.tensor(IDS[start:stop]), torch.arange(start, stop)
+            run = model.transformer.forward(ids, positions, pools[0], pools[0].plan([span]))
+            assert torch.equal(run, plain_forward(model.transformer, ids, positions, pools[1], pools[1].plan([span])))
