@@ -69,7 +69,8 @@ def gauges(stats: EngineStats, now: float, steps: Sequence[StepTrace]) -> list[d
         ),
         _gauge(
             "finished", "Finished", stats.finished, "",
-            f"Ended by themselves or at their limit; {stats.aborted} more were stopped, {stats.failed} failed.",
+            f"Ended by themselves or at their limit; {stats.aborted} more were stopped, {stats.failed} failed."
+            + (f" {stats.tokens_wasted:,} tokens were computed before an end was known." if stats.tokens_wasted else ""),
         ),
         *_gpu_times(steps),
     ]  # fmt: skip

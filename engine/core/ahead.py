@@ -85,23 +85,20 @@ def concerned(work: Work) -> tuple[Request, ...]:
     return work.samples or ((work.request,) if work.request else ())
 
 
-def take_off(plan: Plan) -> None:
-    """The step is on its way: note what it computes."""
-    for work in plan.work:
+def take_off(flight: Flight) -> None:
+    """The step is on its way: note what it computes, and a placeholder for each token that it samples."""
+    for work in flight.plan.work:
         for request in concerned(work):
             request.in_flight += len(work.token_ids)
-
-
-def await_tokens(plan: Plan) -> None:
-    """Give each request that the step samples for a placeholder."""
-    for work in plan.work:
-        for request in work.samples:
-            request.token_ids.append(PENDING)
+        if not flight.failure:
+            for request in work.samples:
+                request.token_ids.append(PENDING)
 
 
 def in_vain(plan: Plan) -> int:
     """Tokens that the step computed for requests which had ended by the time it was collected."""
-    return sum(len(w.token_ids) for w in plan.work if all(r.status is Status.FINISHED for r in concerned(w)))
+    ended = [work for work in plan.work if work.request and work.request.status is Status.FINISHED]
+    return sum(len(work.token_ids) for work in ended if all(r.status is Status.FINISHED for r in concerned(work)))
 
 
 class OneByOne:

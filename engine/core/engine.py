@@ -11,7 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from copy import copy as copy_struct
 
-from engine.core.ahead import AheadScheduler, Flight, async_runner, await_tokens, concerned, in_vain, take_off
+from engine.core.ahead import AheadScheduler, Flight, async_runner, concerned, in_vain, take_off
 from engine.core.block_pool import BlockHash
 from engine.core.clock import Clock, MonotonicClock
 from engine.core.config import EngineConfig
@@ -367,7 +367,7 @@ class Engine:
         """Run one step; returns its record.
 
         With nothing to compute the record has no rows; it carries what happened since the last step, if anything did, and
-        only then counts as a step.
+        only then counts as a step. With ``async_scheduling`` the next step is in flight when this returns, if there is one.
 
         Args:
             wait_time: seconds spent on other labs since the last step.
@@ -406,14 +406,13 @@ class Engine:
         if not flight.plan.work:
             return flight
         self._begin_record(flight.index + 1)
-        take_off(flight.plan)
         batch = flight.plan.batch(flight.index, self._kv.take_scrub())
         try:
             flight.handle = runner.submit(batch)
-            await_tokens(flight.plan)
         except Exception as error:
             self._kv.return_scrub(batch.scrub)
             flight.failure = f"{type(error).__name__}: {error}"
+        take_off(flight)
         self._flights.append(flight)
         return flight
 

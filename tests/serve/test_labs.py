@@ -77,6 +77,23 @@ def test_a_paused_lab_takes_as_many_steps_as_asked_and_its_clock_stands_still_be
     assert bench.closed()[0].trace.slow
 
 
+def test_a_paused_lab_that_schedules_ahead_has_nothing_in_flight_once_everything_is_stopped() -> None:
+    bench = Bench()
+    bench.open(paused=True, async_scheduling=True)
+    lab = bench.labs.get("a")
+    bench.send(max_tokens=20)
+    lab.control("step", 2, None)
+    assert bench.run() == 2
+    assert lab.abort(None) == 1
+    assert bench.labs.next() == (None, None)
+    assert [step.index for step in bench.steps()] == [0, 1, 2]
+    assert bench.steps()[-1].events_after[-1].op == "finish"
+    bench.send(max_tokens=4)
+    lab.control("run", 1, None)
+    assert bench.run() == 4
+    assert [closed.text for closed in bench.closed()] == ["ab", "abcd"]
+
+
 def test_stepping_with_nothing_to_do_is_refused_and_left_over_steps_are_forgotten() -> None:
     bench = Bench()
     bench.open()
