@@ -118,14 +118,17 @@ class CudaGraphs:
         """Run ``work`` once (kernels compile, libraries take their workspaces), then record it on the same stream."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream(self.device)
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                work()
-            current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads of the process may go on calling CUDA meanwhile: only this one's calls are watched.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                work()
+            try:
+                self._stream.wait_stream(current)
+                with torch.cuda.stream(self._stream):
+                    work()
+                current.wait_stream(self._stream)
+                graph = torch.cuda.CUDAGraph()
+                # Other threads of the process may go on calling CUDA meanwhile: only this one's calls are watched.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    work()
+            finally:
+                torch.cuda.set_stream(current)  # a recording that fails leaves its own stream behind
         return graph.replay
 
     def allocated_bytes(self) -> int:

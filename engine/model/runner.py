@@ -46,7 +46,7 @@ from engine.model.graphs import (
     estimated_graph_bytes,
     place_of,
 )
-from engine.model.memory import explained
+from engine.model.memory import explained, ran_out
 from engine.model.sampler import Sampled, Sampler, choose, draw_of, needs_sampler
 from engine.model.selfcheck import Verdict
 from engine.model.staging import Uploads
@@ -228,9 +228,13 @@ class ModelRunner:
                 graphs = DecodeGraphs(step, buffers, self.backend.graphs(), lambda rows: attention.splits_for(rows, longest))
                 graphs.capture()
                 return graphs
-        except torch.OutOfMemoryError as error:
+        except (
+            RuntimeError
+        ) as error:  # memory ran out, or something can't be recorded; steps run without graphs all the same
             first_line = str(error).split("\n")[0]
-            self._no_graphs = f"CUDA graphs are off: memory ran out while they were recorded ({first_line}): {lower}."
+            self._no_graphs = f"CUDA graphs are off: recording them failed ({first_line})."
+            if ran_out(error):
+                self._no_graphs = f"CUDA graphs are off: memory ran out while they were recorded ({first_line}): {lower}."
             return None
 
     # ------------------------------------------------------------------ steps

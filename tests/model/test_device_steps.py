@@ -229,21 +229,33 @@ def test_no_graphs_where_memory_is_short(tiny, monkeypatch):
     assert generate(tiny, runner)[0] == generate(tiny, late_runner(tiny, graphs=False)[0])[0]
 
 
-def test_no_graphs_where_memory_runs_out_while_they_are_recorded(tiny):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand so on"),
+            "ran out while they were recorded (CUDA out of memory. Tried to allocate 2.00 GiB): lower num_kv_blocks",
+        ),
+        (
+            RuntimeError("operation not permitted when stream is capturing\nand so on"),
+            "failed (operation not permitted when",
+        ),
+    ],
+    ids=["memory", "refused"],
+)
+def test_no_graphs_where_they_cannot_be_recorded(tiny, error, reason):
     class Full:
         def allocated_bytes(self):
             return 0
 
         def capture(self, work):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand so on")
+            raise error
 
     backend = Backend(ResidentSdpa, "fake", graphs=Full)
     runner = ModelRunner(tiny.transformer, EngineConfig(**SETTINGS), backend=backend, device=LateDevice())
     assert runner.graphs is None
-    assert (
-        "ran out while they were recorded (CUDA out of memory. Tried to allocate 2.00 GiB)"
-        in runner.describe_backend().reason
-    )
+    assert reason in runner.describe_backend().reason
+    assert run_step(runner, [Sequence(make_request("a", temperature=0), [1])]).tokens
 
 
 def test_graphs_are_described_and_given_back_before_the_pool(tiny):
