@@ -8,6 +8,7 @@ stands out from the paper. Requests beyond the eighth reuse the hues: the letter
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 ThemeName = Literal["light", "dark"]
@@ -74,6 +75,7 @@ def rgb(colour: str) -> tuple[float, float, float]:
     return int(colour[1:3], 16) / 255, int(colour[3:5], 16) / 255, int(colour[5:7], 16) / 255
 
 
+@lru_cache(maxsize=4096)
 def mix(front: str, back: str, share: float) -> str:
     """``share`` of ``front`` over the rest of ``back``."""
     parts = (round(255 * (a * share + b * (1 - share))) for a, b in zip(rgb(front), rgb(back), strict=True))

@@ -200,7 +200,7 @@ class Series:
             raise RuntimeError("fewer than two steps in a turn: measure longer, with --seconds, or a smaller --model")
         self.tokens += sum(row.sampled >= 0 for step in whole for row in step.scheduled)
         self.busy += whole[-1].end - whole[0].start
-        self.step_times += [step.end - step.start for step in whole]
+        self.step_times += [step.duration for step in whole]
 
     def summary(self) -> dict[str, Any]:
         """Tokens a second, step times in milliseconds, refreshes a second of the slowest viewer."""
@@ -294,10 +294,11 @@ def openings(port: int) -> dict[str, float]:
     return {"usable_s": round(statistics.median(usable), 2), "all_drawn_s": round(statistics.median(drawn), 2)}
 
 
-def drawing(port: int, seconds: float) -> dict[str, Any]:
+def drawing(server: Server, running: int, seconds: float) -> dict[str, Any]:
     """A real page on the busy server: seconds until it can be used, and milliseconds that a refresh takes to draw."""
     with chromium() as browser:
-        page, usable, drawn = opening(browser, port)
+        page, usable, drawn = opening(browser, server.port)
+        server.fill(2 * running, 384)
         page.evaluate(SAMPLE)
         page.wait_for_timeout(1000 * seconds)
         times = page.evaluate("window.__samples.slice(2)")
@@ -341,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(server, series, options.running, options.seconds, options.rounds)
         if page is not None:
             server.fill(2 * options.running, 384)
-            page |= drawing(server.port, options.seconds)
+            page |= drawing(server, options.running, options.seconds)
     result = report([one.summary() for one in series], page)
     result |= {
         "model": options.model,

@@ -88,6 +88,10 @@ def gpu_name(device: torch.device) -> GpuName | None:
 
 
 def default_threads() -> int:
-    """All cores but one, which draws the pages; both of two; what ``OMP_NUM_THREADS`` says if it is set."""
+    """All cores but one, which serves and draws the pages; what ``OMP_NUM_THREADS`` says if it is set.
+
+    On two cores that is one thread. Two are faster while nothing else runs (SmolLM2, one sequence: by half), but a page that
+    draws beside them is something else that runs, and threads that wait for a third party lose more than they gain.
+    """
     cores = torch.get_num_threads()
-    return cores if cores <= 2 or "OMP_NUM_THREADS" in os.environ else cores - 1
+    return cores if "OMP_NUM_THREADS" in os.environ else max(1, cores - 1)

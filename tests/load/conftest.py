@@ -89,16 +89,20 @@ class Server:
             f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
         ).encode()
 
-    async def follow(self, name: str, viewer: str, seen: list[tuple[float, int]], until: asyncio.Event) -> None:
-        """Listen to a stream; ``seen`` gets the moment of each refresh and its bytes on the wire."""
+    async def follow(
+        self, name: str, viewer: str, seen: list[tuple[float, int]], until: asyncio.Event, *, reads: bool = True
+    ) -> None:
+        """Listen to a stream; ``seen`` gets the moment of each refresh and its bytes on the wire.
+
+        ``reads``: unpack and parse everything, as a browser does on a machine of its own; else only count.
+        """
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**22)
         plain = self.head("GET", f"/lab/api/stream?lab={name}&viewer={viewer}")
         writer.write(plain[:-2] + b"Accept-Encoding: gzip\r\n\r\n")
-        unpack = None
-        rest, size = b"", 0
+        unpack = zlib.decompressobj(31)
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            unpack = zlib.decompressobj(31) if b"content-encoding: gzip" in head.lower() else None
+            packed = b"content-encoding: gzip" in head.lower()
             while not until.is_set():
                 try:
                     length = int(await asyncio.wait_for(reader.readline(), 1.0), 16)
@@ -107,15 +111,14 @@ class Server:
                 if not length:
                     return
                 chunk = (await reader.readexactly(length + 2))[:-2]
-                size += len(chunk)
-                rest += unpack.decompress(chunk) if unpack else chunk
-                while b"\n\n" in rest:
-                    event, _, rest = rest.partition(b"\n\n")
-                    if event.startswith(b"data: "):
-                        if not seen:
-                            json.loads(event[6:])
-                        seen.append((time.monotonic(), size))
-                        size = 0
+                if reads:
+                    event = unpack.decompress(chunk) if packed else chunk
+                    if not event.startswith(b"data: "):
+                        continue
+                    json.loads(event[6:])
+                elif length < 200:  # the stream's beginning, or a heartbeat
+                    continue
+                seen.append((time.monotonic(), length))
         finally:
             writer.close()
 

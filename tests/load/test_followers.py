@@ -36,7 +36,7 @@ async def _measure(server: Server, name: str) -> tuple[list[float], list[float],
         until = asyncio.Event()
         seen: list[list[tuple[float, int]]] = [[] for _ in range(FOLLOWERS)]
         pages = [
-            asyncio.create_task(server.follow(name, f"follower{number}x{place:02}", seen[place], until))
+            asyncio.create_task(server.follow(name, f"follower{number}x{place:02}", seen[place], until, reads=place == 0))
             for place in range(FOLLOWERS)
         ]
         await asyncio.sleep(1.5)
