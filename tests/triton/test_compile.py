@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed (it comes
 # ruff: noqa: E402
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from engine.model.attention.triton_backend import narrow_shape, power_of_two, wide_shape
 from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
@@ -66,6 +68,20 @@ def attend(arch, dtype, head_dim, shape, splits, group=3, block_size=16):
     constants = {"NUM_KV": 8, "GROUP": group, "HEAD_DIM": head_dim, "WIDTH": power_of_two(head_dim), "LEAST": 128}
     constants |= {"BLOCK_SIZE": block_size, "BLOCK_M": shape.rows, "BLOCK_N": shape.keys, "SPLITS": splits}
     return compile_for(arch, attend_kernel, types, constants, shape.warps, shape.stages)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_parses_at_a_time():
+    """Two threads in ast.parse make Python 3.11 raise "AST constructor recursion depth mismatch" once in a while."""
+    parse, turn = JITFunction.parse, Lock()
+
+    def in_turn(self):
+        with turn:
+            return parse(self)
+
+    JITFunction.parse = in_turn
+    yield
+    JITFunction.parse = parse
 
 
 @pytest.fixture(scope="module", autouse=True)
