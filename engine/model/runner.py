@@ -228,9 +228,8 @@ class ModelRunner:
                 graphs = DecodeGraphs(step, buffers, self.backend.graphs(), lambda rows: attention.splits_for(rows, longest))
                 graphs.capture()
                 return graphs
-        except (
-            RuntimeError
-        ) as error:  # memory ran out, or something can't be recorded; steps run without graphs all the same
+        except RuntimeError as error:
+            # Memory ran out, or something can't be recorded: steps run without graphs all the same.
             first_line = str(error).split("\n")[0]
             self._no_graphs = f"CUDA graphs are off: recording them failed ({first_line})."
             if ran_out(error):
