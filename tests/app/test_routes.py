@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import zlib
 from typing import Any
 
 import pytest
@@ -282,7 +283,8 @@ def test_the_stream_sends_only_what_changed_and_ends_with_the_server(lab: Lab):
         async def is_gone() -> bool:
             return gone.is_set()
 
-        async for chunk in routes._events(routes.hub(), lab, viewer, (lab.token, "viewer01"), is_gone):
+        async for pieces in routes._events(routes.hub(), lab, viewer, (lab.token, "viewer01"), is_gone):
+            chunk = b"".join(pieces)
             if chunk.startswith(b"data: "):
                 heard.append(json.loads(chunk[6:]))
                 if len(heard) == 1:
@@ -304,3 +306,30 @@ def test_viewers_that_look_alike_share_what_is_built(lab: Lab):
     state(lab)
     assert lab.look(routes.Look()) is lab.look(routes.Look())
     assert lab.look(routes.Look(theme="dark")) is not lab.look(routes.Look())
+
+
+def test_a_class_gets_one_compressed_copy_of_each_section_and_every_stream_can_be_read():
+    parts = {"head": b'{"state":"ready"}', "pool": b"[" + b"1," * 5000 + b"1]"}
+    later = {"pool": b"[" + b"2," * 5000 + b"2]", "head": parts["head"]}
+    events = [[b"retry: 1000\n\n"], *([b"data: ", *routes._pieces(news), b"\n\n"] for news in (parts, later, parts))]
+
+    async def heard(small: bool) -> list[bytes]:
+        async def source():
+            for event in events:
+                yield event
+
+        return [chunk async for chunk in routes._joined(source(), small)]
+
+    plain = asyncio.run(heard(False))
+    assert [json.loads(event.removeprefix(b"data: ")) for event in plain[1:]] == [
+        {name: json.loads(value) for name, value in news.items()} for news in (parts, later, parts)
+    ]
+    routes._packed.cache_clear()
+    packed = asyncio.run(heard(True))
+    before = routes._packed.cache_info()
+    assert asyncio.run(heard(True)) == packed
+    after = routes._packed.cache_info()
+    assert after.misses == before.misses, "the second follower costs no compression"
+    unpack = zlib.decompressobj(31)
+    assert [unpack.decompress(chunk) for chunk in packed] == [b"", *plain], "each event can be read when it arrives"
+    assert sum(map(len, packed)) < sum(map(len, plain)) / 10

@@ -74,7 +74,7 @@ def test_fifty_refreshes_that_change_nothing_raise_nothing_and_send_nothing(hub:
             viewer.bell.set()
             return rounds > 50
 
-        heard = [event async for event in routes._events(hub, lab, viewer, (lab.token, "viewer-one"), gone)]
+        heard = [b"".join(event) async for event in routes._events(hub, lab, viewer, (lab.token, "viewer-one"), gone)]
         assert rounds == 51
         return heard
 
