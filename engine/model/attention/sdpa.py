@@ -18,7 +18,7 @@ written: what an earlier owner left behind is never read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -65,6 +65,20 @@ class SdpaPlan:
     prefills: list[_Prefill] = field(default_factory=list)
 
 
+def without_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` by any of torch's kernels but cuDNN's.
+
+    torch prefers cuDNN on Hopper since it ships version 9.15.1. It prepares a plan for every shape that it has not met,
+    which takes longer than a step; and in a decode the number of blocks grows, so that new shapes never end.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return F.scaled_dot_product_attention(query, key, value, **options)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def _upload(device: torch.device, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype).to(device)
 
@@ -93,6 +107,9 @@ class SdpaAttention:
         self.group = num_heads // num_kv_heads
         self.dtype, self.device = dtype, device
         self.upload: Upload = partial(_upload, device)
+        self._kernel: Callable[..., torch.Tensor] = (
+            without_cudnn if device.type == "cuda" else F.scaled_dot_product_attention
+        )
         self.pool: torch.Tensor | None = None
         if num_kv_blocks:
             shape = (num_layers, num_kv_blocks + 1, block_size, 2, num_kv_heads, head_dim)
@@ -162,7 +179,7 @@ class SdpaAttention:
         gathered = pool.index_select(0, group.blocks).view(rows, -1, 2, self.num_kv_heads, self.head_dim)
         keys, values = gathered.permute(2, 0, 3, 1, 4)
         queries = q.unflatten(1, (self.num_kv_heads, self.group))
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask).reshape(rows, -1)
+        return self._kernel(queries, keys, values, attn_mask=group.mask).reshape(rows, -1)
 
     def _prefill(self, q: torch.Tensor, kv: torch.Tensor, pool: torch.Tensor | None, work: _Prefill) -> torch.Tensor:
         # Batch = KV heads, heads = the group; K and V are the same for a whole group, so they are expanded, not copied.
@@ -174,7 +191,7 @@ class SdpaAttention:
             stored = pool.view(-1, 2, self.num_kv_heads, self.head_dim).index_select(0, work.slots)
         keys, values = stored.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, self.group, -1, -1)
         causal = work.slots is None
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=work.mask, is_causal=causal)
+        out = self._kernel(queries, keys, values, attn_mask=work.mask, is_causal=causal)
         return out.permute(2, 0, 1, 3).reshape(work.stop - work.start, -1)
 
     def _started_blocks(self, spans: list[Span]) -> list[int]:
