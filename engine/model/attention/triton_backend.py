@@ -252,7 +252,6 @@ class TritonAttention(SdpaAttention):
 
     def _attend(self, q: torch.Tensor, pool: torch.Tensor, block_size: int, plan: TritonPlan) -> torch.Tensor:
         out = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
-        scratch = (out, out) if plan.part is None or plan.lse is None else (plan.part, plan.lse)
         common = {
             "NUM_KV": self.num_kv_heads,
             "GROUP": self.group,
@@ -261,6 +260,11 @@ class TritonAttention(SdpaAttention):
         }
         for tiles in plan.launches:
             count, shape = tiles.table.shape[0], tiles.shape
+            # Without splits nothing is stored in it, but its type is part of what gets compiled: were it float32 in some
+            # steps, the first one that mixes a chunk with split decodes would wait for the compiler.
+            scratch = (out, out)
+            if tiles.splits > 1 and plan.part is not None and plan.lse is not None:
+                scratch = plan.part, plan.lse
             attend_kernel[(count, self.num_kv_heads, tiles.splits)](
                 q,
                 pool,

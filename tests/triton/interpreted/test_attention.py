@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.model.attention import triton_backend
 from engine.model.attention.sdpa import SdpaAttention
 from engine.model.attention.triton_backend import (
     LONGEST_SPLIT,
@@ -222,3 +223,32 @@ def test_keys_are_split_for_few_sequences_and_for_long_ones():
     assert choose_splits(tiles=256, num_kv_heads=8, longest=1000, processors=132, least=128) == 1
     assert choose_splits(tiles=256, num_kv_heads=8, longest=4 * LONGEST_SPLIT, processors=132, least=128) == 4
     assert choose_splits(tiles=1, num_kv_heads=1, longest=10**6, processors=132, least=128) == MOST_SPLITS
+
+
+def test_a_launch_is_the_same_kernel_whatever_else_is_in_the_step(monkeypatch):
+    """What is compiled depends on the types of all arguments: a new one would stop a step in the middle of a run."""
+    types = {}
+
+    class Noted:
+        def __getitem__(self, grid):
+            return self.note
+
+        def note(self, *arguments, **constants):
+            found = types.setdefault((constants["BLOCK_M"], constants["SPLITS"]), set())
+            found.add(tuple(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in arguments))
+
+    for name in ("attend_kernel", "merge_kernel", "store_kernel"):
+        monkeypatch.setattr(triton_backend, name, Noted() if name == "attend_kernel" else SilentKernel())
+    chunk, decodes = (0, 40, True), ((60, 1, True), (20, 1, True))
+    for sequences in ((chunk,), decodes, (chunk, *decodes)):
+        case = Case(1, 2, 16, 8, sequences, dtype=torch.float16)
+        batch = batches.make(case)
+        attention = backend(case, batch.blocks, processors=16)
+        attention.attend(0, batch.q, batch.kv, attention.plan(batch.spans))
+    assert sorted(types) == [(16, 4), (32, 1)]
+    assert [len(found) for found in types.values()] == [1, 1]
+
+
+class SilentKernel:
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: None

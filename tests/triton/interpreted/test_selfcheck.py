@@ -65,6 +65,15 @@ class Unturned(TritonAttention):
         return super().attend_rotating(layer, qkv, torch.ones_like(cos), torch.zeros_like(sin), plan)
 
 
+class Spoiled(TritonAttention):
+    """Padding reads what nobody wrote."""
+
+    def _attend(self, q, pool, block_size, plan):
+        out = super()._attend(q, pool, block_size, plan)
+        out[-1] = math.nan
+        return out
+
+
 class Refused(TritonAttention):
     def _attend(self, q, pool, block_size, plan):
         raise RuntimeError("out of resource: shared memory, Required: 230000, Hardware limit: 101376")
@@ -76,6 +85,12 @@ def test_wrong_attention_is_found_out(model, kind):
     assert not found.triton and not found.graphs and found.fused
     assert found.checks[0].difference > found.checks[0].allowed
     assert "attention: WRONG" in found.reason and "torch's own kernels" in found.reason
+
+
+def test_padding_that_is_no_number_is_found_out(model):
+    with torch.inference_mode():
+        difference = selfcheck._attention_difference(model, 8, 20, lambda **settings: Spoiled(**settings, processors=1))
+    assert difference == math.inf
 
 
 def test_a_kernel_that_does_not_run_is_no_crash(model):
