@@ -183,26 +183,28 @@ class CudaProbe:
         if smallest > free:
             return Footprint(total, max(0, total - free - model.weight_bytes), model.weight_bytes, 0, 0, complete=False)
         try:
-            pool, graphs = self._run(config)
+            pool, graphs, outside = self._run(config)
         except torch.OutOfMemoryError as error:
             doing = "while the KV pool was being sized"
             raise OutOfMemory(_words(config, device, model.weight_bytes, smallest, doing, error)) from None
         peak = torch.cuda.max_memory_reserved(device) - before - pool
-        free, total = torch.cuda.mem_get_info(device)
-        outside = total - free - torch.cuda.memory_reserved(device)  # not torch's: other programs, driver, libraries
         self._tidy()
         others = max(0, outside + before - model.weight_bytes)
         return Footprint(total, others, model.weight_bytes, max(0, peak - graphs), graphs)
 
-    def _run(self, config: EngineConfig) -> tuple[int, int]:
-        """Compute the largest step; returns bytes of the pool and of graphs."""
+    def _run(self, config: EngineConfig) -> tuple[int, int, int]:
+        """Compute the largest step; returns bytes of the pool, of graphs, and of all that is not torch's."""
+        device = self._model.device
         runner: Any = self._make_runner(config)
         try:
             self._tidy()  # what only making the runner took (a check of the kernels, recording graphs) is no part of a step
-            torch.cuda.reset_peak_memory_stats(self._model.device)
+            torch.cuda.reset_peak_memory_stats(device)
             runner.execute(largest_step(config, self._model.spec.vocab_size))
-            torch.cuda.synchronize(self._model.device)
-            return int(runner.kv_pool_bytes), int(getattr(runner, "graph_bytes", 0))
+            torch.cuda.synchronize(device)
+            # Other programs, driver, libraries; read while the runner lives, since the driver keeps memory for its graphs.
+            free, total = torch.cuda.mem_get_info(device)
+            outside = total - free - torch.cuda.memory_reserved(device)
+            return int(runner.kv_pool_bytes), int(getattr(runner, "graph_bytes", 0)), int(outside)
         finally:
             runner.close()
 

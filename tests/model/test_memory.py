@@ -185,12 +185,13 @@ class FakeCuda:
 
 
 class FakeRunner:
-    """Takes memory as a real one would: pool and graphs when made, 3 GiB while it computes."""
+    """Takes memory as a real one would: pool and graphs when made, a quarter of them the driver's; 3 GiB in a step."""
 
     def __init__(self, cuda: FakeCuda, config: EngineConfig, fails: Exception | None) -> None:
         self._cuda, self._fails = cuda, fails
         self.kv_pool_bytes, self.graph_bytes = (config.num_kv_blocks + 1) * BLOCK, GIB
-        self._cuda.take(self.kv_pool_bytes + self.graph_bytes)
+        self._cuda.take(self.kv_pool_bytes + 3 * GIB // 4)
+        self._cuda.outside += GIB // 4
 
     def execute(self, batch: StepBatch) -> None:
         if self._fails is not None:
@@ -200,6 +201,7 @@ class FakeRunner:
 
     def close(self) -> None:
         self._cuda.reserved = 16 * GIB
+        self._cuda.outside -= GIB // 4
         self._cuda.calls.append("closed")
 
 
@@ -211,7 +213,9 @@ def test_what_a_step_takes_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     measured = probe_of(cuda).measure(EngineConfig(num_kv_blocks=128))
-    assert measured == Footprint(80 * GIB, 4 * GIB + GIB // 2 + GIB, 15 * GIB, 3 * GIB, GIB)
+    lab, library, driver = GIB, GIB // 2, GIB // 4
+    assert measured == Footprint(80 * GIB, 4 * GIB + lab + library + driver, 15 * GIB, 3 * GIB - driver, GIB)
+    assert measured.taken == 4 * GIB + lab + library + 15 * GIB + 3 * GIB + GIB, "all that was in use at the most"
     assert "closed" in cuda.calls and cuda.calls[-1] == "empty_cache"
 
 
