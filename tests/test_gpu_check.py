@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -412,6 +413,20 @@ def test_a_worker_that_crashes_or_hangs_costs_one_measure(tmp_path, monkeypatch)
     assert results[1].title == gpu_worker.BY_NAME["nano_vllm_sync"].title
 
 
+def test_a_hang_at_the_end_does_not_outlast_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_worker, "GRACE", 0.5)
+    job = gpu_worker.Job(measures=["idle_256", "decode_8b", "prefill_8b"], device="cpu", seconds=0.2)
+    told = []
+    start = time.perf_counter()
+    results = gpu_worker.supervise(job, tmp_path, told.append, [sys.executable, "-c", WORKER])
+    assert time.perf_counter() - start < 20, "idle_256 alone may take 40 s"
+    assert told == results
+    assert [(r.name, r.status) for r in results] == [
+        ("idle_256", "failed"), ("decode_8b", "skipped"), ("prefill_8b", "skipped"),
+    ]  # fmt: skip
+    assert results[1].reason == "it may take 35 s, and 0 s were left"
+
+
 def test_a_worker_that_cannot_start_fails_everything_once(tmp_path):
     job = gpu_worker.Job(measures=["ceilings", "idle_256"], device="cpu")
     results = gpu_worker.supervise(job, tmp_path, lambda result: None, [sys.executable, "-c", "import no_such_module"])
@@ -471,15 +486,31 @@ def test_pytests_report_becomes_a_summary(tmp_path):
 
 def test_tests_that_hang_or_leave_no_report_are_failed(tmp_path):
     assert gpu_check.read_report(tmp_path / "none.xml", None, 9).summary == "Stopped after 9 s."
+    case = '<testcase name="a"><error message=""/></testcase>'
+    (tmp_path / "some.xml").write_text(f'<all><testsuite tests="1" errors="1">{case}</testsuite></all>')
+    assert gpu_check.read_report(tmp_path / "some.xml", 1, 9).failures == ["a: no message"]
     assert gpu_check.read_report(tmp_path / "none.xml", -11, 9).summary == "pytest ended with code -11 and left no report."
 
 
-def test_tests_are_stopped_in_time(tmp_path):
+def test_tests_are_stopped_in_time(tmp_path, monkeypatch):
     folder = tmp_path / "some_tests"
     folder.mkdir()
-    (folder / "test_it.py").write_text("import time\ndef test_slow(): time.sleep(60)\n")
+    (folder / "test_it.py").write_text("import time\ndef test_quick(): pass\ndef test_slow(): time.sleep(60)\n")
+    begun = tmp_path / "out" / "gpu_tests.log"
+
+    class Begins(subprocess.Popen):
+        """Time runs from the moment at which the slow test does."""
+
+        def wait(self, timeout=None):
+            while timeout == 0.2 and self.poll() is None and "test_slow" not in begun.read_text():
+                time.sleep(0.02)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Begins)
     found = gpu_check.run_tests(tmp_path / "out", 0.2, str(folder))
-    assert (found.status, found.summary) == ("failed", "Stopped after 0 s.")
+    assert found.status == "failed"
+    assert found.summary == "Stopped after 0 s; by then 1 passed, 0 failed, 0 skipped."
+    assert "test_quick PASSED" in found.output and "KeyboardInterrupt" in found.output
     assert found.seconds < 20
 
 

@@ -13,6 +13,7 @@ useless: then the worker reports the measure and ends itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -80,7 +81,7 @@ def work(job: Job, emit: Callable[[Message], object]) -> bool:
             measure = replace(measure, goal=None)
         left = end - time.perf_counter()
         if left < LEAST * measure.seconds:
-            emit(blank(measure, "skipped", f"it may take {measure.seconds:.0f} s, and {max(0.0, left):.0f} s were left"))
+            emit(late(measure, left))
             continue
         emit(Started(name))
         bench.deadline = time.perf_counter() + min(left, measure.seconds)
@@ -134,10 +135,16 @@ def blank(measure: Measure, status: Literal["measured", "failed", "skipped"], re
     )
 
 
+def late(measure: Measure, left: float) -> Result:
+    """A result for a measure that is not started because only ``left`` seconds are left for everything."""
+    return blank(measure, "skipped", f"it may take {measure.seconds:.0f} s, and {max(0.0, left):.0f} s were left")
+
+
 def main(arguments: Sequence[str]) -> int:
     """``gpu_worker JOB RESULTS``: do the job in the first file, append what happens to the second."""
     job_file, results_file = map(Path, arguments)
     job = msgspec.json.decode(job_file.read_bytes(), type=Job)
+    job.seconds -= max(0.0, time.time() - job_file.stat().st_mtime)  # importing torch took a part of them
     with results_file.open("ab", buffering=0) as out:
         return 0 if work(job, lambda message: out.write(msgspec.json.encode(message) + b"\n")) else GPU_LOST
 
@@ -156,6 +163,7 @@ class _Worker:
         self._results = results_file.open("rb")
         self._rest = b""
         self.since = time.perf_counter()
+        self._end = self.since + job.seconds
         self.under_way = ""
         """The measure it is at; '' between two."""
         self.process = subprocess.Popen(
@@ -180,9 +188,9 @@ class _Worker:
         return results
 
     def overdue(self) -> bool:
-        """Whether what it is at takes too long."""
+        """Whether what it is at takes too long, or the time for everything is over."""
         allowed = BY_NAME[self.under_way].seconds + GRACE if self.under_way else START_UP
-        return time.perf_counter() - self.since > allowed
+        return time.perf_counter() > min(self.since + allowed, self._end + GRACE)
 
     def end(self) -> str:
         """Stop it if it still runs; returns the end of what it printed."""
@@ -195,13 +203,17 @@ class _Worker:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that was started in a session of its own, and whatever it started."""
+    """End a process that was started in a session of its own, and whatever it started.
+
+    One that hangs inside the driver can't be ended; it is left behind then.
+    """
     if process.poll() is None:
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
-    process.wait(30)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
 
 
 def supervise(job: Job, folder: Path, tell: Callable[[Result], object], command: Sequence[str] = ()) -> list[Result]:
@@ -218,11 +230,17 @@ def supervise(job: Job, folder: Path, tell: Callable[[Result], object], command:
     end = time.perf_counter() + job.seconds
     results: list[Result] = []
     while left := [name for name in job.measures if name not in {result.name for result in results}]:
+        seconds = end - time.perf_counter()
+        if seconds <= 0:  # a worker would only take its time to say so
+            skipped = [late(BY_NAME[name], seconds) for name in left]
+            for result in skipped:
+                tell(result)
+            return results + skipped
         rest = Job(
             measures=left,
             device=job.device,
             quick=job.quick,
-            seconds=end - time.perf_counter(),
+            seconds=seconds,
             known=job.known + results,
         )
         for result in _watch(rest, folder, command):
