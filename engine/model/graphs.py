@@ -10,9 +10,9 @@ step lives in buffers that never move, and everything that doesn't is part of th
                                       ▲ chosen by
     11 rows, one draws ──▶ smallest bucket that holds them: 16; rows 11 … 15 are padding
 
-Padding rows compute like any other, on token 0 at position 0: they write nowhere (slot −1) and read one slot of the null
-block. A buffer's contents from an earlier step are never read: every row of the bucket is written, and the table entries
-behind a row's last block are masked in the kernel.
+Padding rows compute like any other, on the first row's token at position 0: they write nowhere (slot −1) and read one slot
+of the null block. A buffer's contents from an earlier step are never read: every row of the bucket is written, and the
+table entries behind a row's last block are masked in the kernel.
 
 The tokens of a step stay on the GPU for the next one, which may be asked for before the host knows them. ``sources`` says
 where a row's token is: among those, or among the ones that the host sent::

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 import engine.core.engine
-from engine.core.ahead import OneByOne
+from engine.core.ahead import OneByOne, async_runner
 from engine.core.block_pool import sha256_block_hash
 from engine.core.config import ConfigError, build_config
 from engine.core.runner import PENDING, ScriptedRunner, StepBatch
@@ -446,6 +446,14 @@ def test_a_listener_hears_tokens_in_order_and_may_abort(ahead):
     add(lab, 4, 5, request_id="B", start=2)
     drain(lab)
     assert listener.heard == [("A", 0, 0), ("B", 0, 0), 0, ("A", 1, 1), "B", "A", 1, 2]
+
+
+def test_a_runner_that_computes_in_submit_is_driven_one_by_one():
+    """On a CPU asking ahead would only make each token wait for the step behind it."""
+    runner = QueueRunner(build_config({}))
+    assert async_runner(runner) is runner
+    runner.asynchronous = False
+    assert isinstance(async_runner(runner), OneByOne)
 
 
 def test_a_scripted_runner_counts_what_is_pending():

@@ -15,6 +15,8 @@ from engine.model import runner as runner_module
 from engine.model.backend import Backend, choose_backend, describe_backend, verdict_on
 from engine.model.device import HOST, device_of
 from engine.model.errors import ModelError
+from engine.model.graphs import DecodeBuffers, DecodeRow
+from engine.model.memory import OutOfMemory
 from engine.model.runner import ModelRunner
 from engine.model.sampler import Sampler, choose, draw_of
 from engine.model.selfcheck import Verdict
@@ -312,6 +314,32 @@ def test_uploads_take_turns_and_grow():
             assert uploads.put([], torch.int64).shape == (0,)
     device.finish()
     assert len(device.sent) > 30
+
+
+def test_the_host_does_not_wait_for_the_copies_of_the_step_before():
+    device = LateDevice()
+    uploads = Uploads(device, torch.device("cpu"), size=64)
+    buffers = DecodeBuffers(2, 64, 8, 5, torch.device("cpu"), device)
+    settled = []
+    for _ in range(3):
+        with uploads:
+            uploads.put([1, 2], torch.int64)
+        settled.append(device.settled)
+        buffers.fill([DecodeRow(1, 0, [1])], 2)
+        settled.append(device.settled)
+    assert settled == [0, 0, 0, 0, 1, 2], "each set waits for its own last copy, two steps ago"
+
+
+def test_memory_that_runs_out_while_a_step_is_computed_is_told_when_it_is_collected(tiny):
+    runner = late_runner(tiny)[0]
+    flight = runner.submit(StepBatch(0, [Work(request := make_request("a", [1, 2]), [1, 2], 0, [1], (request,))]))
+
+    def late():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    flight.outcome.wait = late
+    with pytest.raises(OutOfMemory, match=r"ran out in a step: 9\.00 GiB more were wanted.*Lower max_num_batched_tokens"):
+        runner.collect(flight)
 
 
 def test_times_come_from_the_devices_own_clock(tiny):
