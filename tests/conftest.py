@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, settings
 
 # libgomp reads this once, when torch loads: waiting threads sleep soon, so that tests running side by side don't starve.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores already
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test downloads anything; a hub name that is not in the local cache fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

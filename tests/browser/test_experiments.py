@@ -202,7 +202,7 @@ def test_the_calculator_shows_estimate_and_allocation_side_by_side(page: Page, t
     page.get_by_label("Model").click()
     page.get_by_text("Llama-3.1-8B", exact=True).click()
     expect(page.get_by_text("128 KiB").first).to_be_visible()
-    assert "c_model=Llama-3.1-8B" in page.url
+    expect(page).to_have_url(re.compile("c_model=Llama-3.1-8B"))
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "dark"), (390, "light")])
