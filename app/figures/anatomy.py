@@ -81,7 +81,13 @@ def anatomy_alt(steps: Sequence[StepTrace]) -> str:
     shares = {name: sum(getattr(one, name) for one in split) / total for name in PARTS if name != "outside"}
     best = sorted(shares.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in best)
-    return f"{len(computed)} steps; of their time: {named}."
+    words = f"{len(computed)} steps; of their time: {named}."
+    if any(step.overlap for step in computed):
+        words += (
+            " Steps overlap (async_scheduling): the host works on one while another is computed, so the parts of a bar "
+            "can be more than the time that passed."
+        )
+    return words
 
 
 def timed_by_gpu(steps: Sequence[StepTrace]) -> list[StepTrace]:

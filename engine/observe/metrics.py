@@ -676,7 +676,11 @@ def goodput(requests: Iterable[RequestTrace], window: Window | None, objectives:
 
 
 class Anatomy(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time from the end of the previous step to the end of this one went, seconds."""
+    """Where the time from the end of the previous step to the end of this one went, seconds.
+
+    With ``async_scheduling`` on a GPU the host's parts run beside the forward pass of another step, and the sum can be more
+    than the time that passed.
+    """
 
     schedule: float
     prepare: float

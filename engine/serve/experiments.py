@@ -203,6 +203,7 @@ def run_values(found: RunRecords, experiment: Experiment, repetition: int) -> Ru
         "e2e_p50": latency["e2e"].p50,
         "e2e_p95": latency["e2e"].p95,
         "attainment": metrics.goodput.attainment if metrics.goodput else None,
+        "gpu_idle_share": metrics.device.gpu_idle_share,
         **counts(requests, found.steps),
     }
     samples = {

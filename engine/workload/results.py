@@ -141,6 +141,14 @@ NUMBERS: dict[str, Number] = {
         higher="more requests meet the objectives",
         lower="fewer requests meet the objectives",
     ),
+    "gpu_idle_share": Number(
+        label="GPU idle share",
+        unit="%",
+        scale=100.0,
+        text="Of the GPU's time from step to step, the part in which it waited for the host. Not defined on a CPU.",
+        higher="the GPU waits more for its host",
+        lower="the GPU waits less for its host",
+    ),
     "steps": Number(
         label="Steps",
         unit="",

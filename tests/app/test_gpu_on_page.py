@@ -8,7 +8,7 @@ import msgspec
 import plotly.graph_objects as go
 import pytest
 
-from app.figures.anatomy import gpu_alt, gpu_figure, timed_by_gpu
+from app.figures.anatomy import anatomy_alt, gpu_alt, gpu_figure, timed_by_gpu
 from app.figures.palette import DARK, LIGHT, Theme
 from app.figures.tiles import gauges, gpu_words
 from app.session import Lab
@@ -85,6 +85,12 @@ def test_the_picture_of_gpu_time_is_valid_and_says_what_was_measured(theme: Them
     assert "worked 9.00 ms a step and idled 1.00 ms before it (10 % of its time)" in gpu_alt(TIMED)
     assert "spent 3.00 ms asking" in gpu_alt(TIMED)
     assert timed_by_gpu(PLAIN) == [] and "No step" in gpu_alt(PLAIN)
+
+
+def test_bars_of_steps_that_overlap_are_not_called_the_time_that_passed():
+    assert "overlap" not in anatomy_alt(TIMED)
+    ahead = [TIMED[0], msgspec.structs.replace(TIMED[1], overlap=0.1)]
+    assert anatomy_alt(ahead).endswith("so the parts of a bar can be more than the time that passed.")
 
 
 def test_the_share_idled_is_a_row_only_where_a_gpu_computed():

@@ -15,7 +15,7 @@ from engine.serve.client import HostError, HostGone
 from engine.serve.experiments import Cancelled, ExperimentRunner, HostPlace, run_values
 from engine.workload.check import WorkloadError
 from engine.workload.claims import MEASURES, Run
-from engine.workload.results import RunRecords, differences
+from engine.workload.results import RunRecords, differences, text_report
 from engine.workload.spec import Stop
 from tests.experiments.conftest import READY, small
 
@@ -90,7 +90,28 @@ def test_numbers_of_a_run_are_those_of_the_metrics():
     assert values["user_speed"] == 2.0
     assert values["output_throughput"] == 2 / 1.5
     assert values["attainment"] is None
+    assert values["gpu_idle_share"] is None
     assert (values["steps"], values["computed_tokens"], values["padding_tokens"]) == (2, 5, 0)
+
+
+def test_the_share_that_a_gpu_idled_is_compared_where_there_is_one():
+    """The ready-made experiment on asynchronous scheduling says that this number shows its gain."""
+    place = FakePlace()
+
+    def timed(variant, spec, going):
+        idle = {"off": 0.3, "on": 0.02}[variant.name]
+        found = made(variant.name, 1.0)
+        steps = [msgspec.structs.replace(step, gpu_time=1 - idle, gpu_idle_time=idle) for step in found.steps]
+        return msgspec.structs.replace(found, steps=tuple(steps))
+
+    place.run = timed
+    result = ExperimentRunner(small("async-scheduling", repetitions=5), place).run()
+    (found,) = [difference for difference in differences(result) if difference.name == "gpu_idle_share"]
+    assert (found.kind, found.good) == ("clear", True)
+    assert found.words == "With on, the GPU waits less for its host: 93 % less than with off."
+    assert "GPU idle share, %" in text_report(result)
+    on_cpu = ExperimentRunner(small("async-scheduling", repetitions=5), FakePlace()).run()
+    assert "GPU idle share" not in text_report(on_cpu)
 
 
 def test_a_failure_is_told_and_everything_given_back():
