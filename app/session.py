@@ -338,7 +338,9 @@ class Lab:
         """Why a GPU does not compute as fast as it could, in a sentence; nothing on a CPU, where nobody expects it."""
         model, info = self.client.state.model, self._log.info
         on_gpu = model is not None and model.device.startswith("cuda")
-        return (info.backend.reason,) if on_gpu and info and info.backend and info.backend.reason else ()
+        if not (on_gpu and info and info.backend and info.backend.reason):
+            return ()
+        return (f"{info.backend.reason} Answers are right all the same, only slower: inference-lab doctor tells more.",)
 
     def room(self) -> dict[str, Any]:
         """Traffic, scene, and what this lab shares with others."""

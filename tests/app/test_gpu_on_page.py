@@ -104,6 +104,7 @@ def test_the_share_idled_is_a_row_only_where_a_gpu_computed():
 def test_what_computes_and_why_not_faster_is_on_the_page():
     """A fallback on a GPU is said aloud; on a CPU, where nobody expects more, it is in the settings only."""
     reason = "Triton attention differs from torch on this GPU, so torch computes attention."
+    more = "Answers are right all the same, only slower: inference-lab doctor tells more."
     facts = BackendFacts(name="torch SDPA", reason=reason, checks=("attention: WRONG",))
     client = EngineClient("scripted")
     lab = Lab("t", client)
@@ -112,7 +113,7 @@ def test_what_computes_and_why_not_faster_is_on_the_page():
     assert lab.head(info)["backend"] == {"words": "torch SDPA", "reason": reason, "checks": ("attention: WRONG",)}
     assert lab.head(None)["backend"] is None
     model = ScriptedModel("scripted", lambda stage, fraction: None).info
-    for device, said in (("cpu", ()), ("cuda:0 NVIDIA H200", (reason,))):
+    for device, said in (("cpu", ()), ("cuda:0 NVIDIA H200", (f"{reason} {more}",))):
         client.state = HostState(state="ready", model=msgspec.structs.replace(model, device=device))
         assert lab.room()["problems"] == said
     fast = BackendFacts(name="Triton paged attention", fused=True, graphs=True, graph_bytes=2**29)
