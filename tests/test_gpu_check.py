@@ -186,6 +186,24 @@ def test_an_unknown_setting_is_not_a_failure_of_the_engine():
         pass
 
 
+GOALS = {
+    "decode_8b": "≥ 75.0 % of bandwidth (stretch 85.0 %)",
+    "decode_1b": "≥ 60.0 % of bandwidth",
+    "decode_smollm2": "≥ 1,200 tokens/s (stretch 1,500 tokens/s)",
+    "prefill_8b": "≥ 60.0 % of matmul",
+    "nano_vllm_sync": "≥ 12,000 tokens/s",
+    "nano_vllm_async": "≥ 20,000 tokens/s",
+    "generate_batch": "≥ 5.00×",
+    "itl_slope_8b": "≥ 80.0 % of bandwidth",
+    "idle_256": "≤ 5.0 %",
+}
+
+
+def test_every_speed_that_is_promised_is_measured_against_its_goal():
+    shown = {m.name: gpu_report.show_goal(gpu_worker.blank(m, "skipped")) for m in gpu_measures.MEASURES}
+    assert {name: goal for name, goal in shown.items() if goal} == GOALS
+
+
 def test_the_best_reading_tells_the_others_values():
     readings = [Reading([2.0], notes=["slow"]), Reading([3.0], notes=["quick"], details={"a": 1})]
     best = gpu_measures.best_of(readings, max)
