@@ -166,7 +166,7 @@ DEFINITIONS: dict[str, Definition] = {
     "launch_time": Definition(
         "Launch time",
         "s",
-        "Spent by the host in a step asking the GPU for work: with small batches this, not the GPU, can set the pace.",
+        "Spent by the host (the CPU) in a step asking the GPU for work: with small batches this can set the pace.",
         "host time in calls that start GPU work",
     ),
     "gpu_time": Definition(
