@@ -124,8 +124,12 @@ class CudaGraphs:
                     work()
                 current.wait_stream(self._stream)
                 graph = torch.cuda.CUDAGraph()
+                # torch keeps random numbers' state for all graphs in tensors that the first one makes. Made in inference
+                # mode (as in the check at start), they could not be written by a graph that is recorded outside of it.
                 # Other threads of the process may go on calling CUDA meanwhile: only this one's calls are watched.
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                ordinary = torch.inference_mode(False)
+                recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+                with ordinary, recording:
                     work()
             finally:
                 torch.cuda.set_stream(current)  # a recording that fails leaves its own stream behind
