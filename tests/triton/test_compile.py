@@ -1,11 +1,10 @@
 """Every kernel compiles for GPUs that are not here, and keeps its values in registers.
 
-``pytest tests/triton/test_compile.py -s`` prints registers, spilled bytes and shared memory of each kernel.
+At the end pytest shows registers, spilled bytes and shared memory of each kernel (``conftest.py``).
 """
 
 import re
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from engine.model.attention.triton_backend import narrow_shape, power_of_two, wide_shape
 from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.model.fused_kernels import rms_norm_kernel, silu_mul_kernel
+from tests.triton.conftest import RESOURCES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -100,7 +100,7 @@ def workers():
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("dtype", list(NAMES), ids=NAMES.get)
-def test_attention_keeps_to_registers_and_shared_memory(arch, dtype, workers, capsys):
+def test_attention_keeps_to_registers_and_shared_memory(arch, dtype, workers, record_property):
     launches = {"decode, split": (narrow_shape(dtype, 3), 16), "prefill": (wide_shape(dtype, 3, hopper=arch == 90), 1)}
     # 80 and 96 are widened to 128, and the two half-precision formats compile alike.
     head_dims = (64, 80, 96, 128) if dtype == torch.bfloat16 else (80, 128) if dtype == torch.float16 else (64, 96)
@@ -117,8 +117,7 @@ def test_attention_keeps_to_registers_and_shared_memory(arch, dtype, workers, ca
         f"{u.shared:,} bytes shared"
         for (head_dim, name), u in used.items()
     ]
-    with capsys.disabled():
-        sys.stdout.write("\n".join(["", *report, ""]))
+    record_property(RESOURCES, report)
     assert all(0 < u.registers <= REGISTERS for u in used.values())
     assert not [line for line, u in zip(report, used.values(), strict=True) if u.spilled]
     assert not [line for line, u in zip(report, used.values(), strict=True) if u.shared > LEAST_SHARED_LIMIT]
@@ -131,7 +130,7 @@ def test_any_block_size_compiles(block_size):
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float32)], ids=str)
-def test_the_small_kernels_keep_to_registers(arch, dtype, workers, capsys):
+def test_the_small_kernels_keep_to_registers(arch, dtype, workers, record_property):
     element = "*" + NAMES[dtype]
     store = dict.fromkeys(("x_ptr", "cos_ptr", "sin_ptr", "pool_ptr"), element)
     store |= {"slots_ptr": "*i64", "x_stride": "i32", "pool_stride": "i32"}
@@ -157,6 +156,5 @@ def test_the_small_kernels_keep_to_registers(arch, dtype, workers, capsys):
         f"{u.shared:,} bytes shared"
         for name, u in used.items()
     ]
-    with capsys.disabled():
-        sys.stdout.write("\n".join(["", *report, ""]))
+    record_property(RESOURCES, report)
     assert not [line for line, u in zip(report, used.values(), strict=True) if u.spilled]
