@@ -34,9 +34,15 @@ st.markdown(
 
 def chosen_shape() -> KVShape | None:
     """The model that the form names."""
-    sources = [*([LOADED] if loaded else []), *KNOWN, PASTED]
-    source = st.selectbox("Model", sources, key="c_model", bind=LINK)
+    # The same choices before and after the model is loaded: what is chosen by default stands in no address.
+    source = st.selectbox("Model", [LOADED, *KNOWN, PASTED], key="c_model", bind=LINK)
     if source == LOADED:
+        if loaded is None:
+            st.caption(
+                "Its shape is not known. Choose another one."
+                if model
+                else "It is not loaded yet. Choose another one, or wait."
+            )
         return loaded
     if source in KNOWN:
         return of_config(KNOWN[source])

@@ -114,6 +114,15 @@ def test_the_pages_before_the_model_is_there():
     install(None)
 
 
+def test_the_calculators_choices_are_the_same_before_and_after_the_model_is_loaded(hub):
+    """What is chosen by default stands in no address, so the default may not change meanwhile."""
+    after = opened("calculators").selectbox(key="c_model")
+    install(Hub(EngineClient("scripted")))
+    before = opened("calculators").selectbox(key="c_model")
+    install(None)
+    assert (before.options, before.value) == (after.options, after.value)
+
+
 def test_the_calculator_of_a_pasted_configuration(hub):
     page = opened("calculators", c_model="A pasted config.json")
     page.text_area[0].set_value('{"num_hidden_layers": 32').run()
