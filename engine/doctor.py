@@ -98,6 +98,8 @@ class Facts:
     torch_error: str = ""
     threads: int | None = None
     """CPU threads torch uses."""
+    lab_threads: int | None = None
+    """CPU threads that the lab computes with unless told otherwise."""
     openmp: dict[str, str] = field(default_factory=dict)
     """Environment variables that decide how threads are used, where set."""
     omp_wait: str = "unknown"
@@ -344,7 +346,7 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
         python=sys.version_info[:3],
         platform=platform.platform(),
         versions=versions,
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cores_total=os.cpu_count() or 1,
         cores_usable=usable_cores(),
         cuda_build=cuda_build,
@@ -356,6 +358,7 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
         no_figures=no_figures,
         torch_error=error,
         threads=threads,
+        lab_threads=_lab_threads() if not error else None,
         omp_wait=_omp_wait() if not error else "unknown",
         openmp={name: os.environ[name] for name in OMP_VARIABLES if name in os.environ},
         embedded_file=str(files.embedded) if files.embedded else None,
@@ -436,13 +439,19 @@ def _check_kernels() -> KernelCheck:
     return KernelCheck(tuple(str(check) for check in verdict.checks), verdict.reason, verdict.seconds)
 
 
+def _lab_threads() -> int:
+    from engine.serve.loaded import default_threads
+
+    return default_threads()
+
+
 def _omp_wait() -> str:
     from engine.model.loader import omp_wait
 
     return omp_wait()
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The processor's name as the system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -600,7 +609,8 @@ def _hardware_rows(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("GPU", "none that torch can use"))
     else:
         rows += _kernel_rows(facts)
-    rows.append(("threads", f"{facts.threads if facts.threads is not None else 'unknown'}, waiting: {facts.omp_wait}"))
+    lab = "" if facts.lab_threads is None else f" (the lab computes with {facts.lab_threads}: --threads sets another number)"
+    rows.append(("threads", f"{facts.threads if facts.threads is not None else 'unknown'}{lab}, waiting: {facts.omp_wait}"))
     if facts.memory_available is not None and facts.memory_total is not None:
         rows.append(("memory", f"{_size(facts.memory_available)} of {_size(facts.memory_total)} available"))
     return rows

@@ -174,7 +174,19 @@ def test_it_looks_at_this_machine_and_prints_json():
     assert told["facts"]["memory_available"] > 0
     assert 0 < told["facts"]["cores_usable"] <= told["facts"]["cores_total"]
     assert told["facts"]["omp_wait"] != "libgomp's default"
+    assert 1 <= told["facts"]["lab_threads"] <= told["facts"]["threads"]
     assert done.returncode == int(any(finding["severity"] == "problem" for finding in told["findings"]))
+
+
+@pytest.mark.parametrize(("cores", "lab"), [(1, 1), (2, 1), (8, 7)])
+def test_the_lab_leaves_a_core_to_the_page(monkeypatch: pytest.MonkeyPatch, cores: int, lab: int):
+    from engine.serve import loaded
+
+    monkeypatch.setattr(loaded.torch, "get_num_threads", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert loaded.default_threads() == lab
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
+    assert loaded.default_threads() == cores, "what was asked for"
 
 
 def test_ceilings_are_of_a_plausible_size():

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.doctor import cpu_name
+
 Unit = Literal["tokens/s", "FLOP/s", "B/s", "share", "times"]
 PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec")
 QUERY = {
@@ -173,7 +175,7 @@ def describe_machine(device: str) -> dict[str, Any]:
     machine: dict[str, Any] = {
         "device": device,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -198,16 +200,6 @@ def describe_machine(device: str) -> dict[str, Any]:
 def slug(machine: Mapping[str, Any]) -> str:
     """A file name for results of this kind of machine: "NVIDIA H200" → "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu") or machine["device"]).lower()).strip("-")
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str:
