@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+HEADS_A_PROGRAM = 8
+"""Heads that one program norms: with 128 numbers of 2 bytes in a head, each thread of 4 warps reads 16 bytes at once."""
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: bool) -> torch.Tensor:
     """Root-mean-square norm, x / sqrt(mean(x²) + eps) · weight, over the last dimension, computed in float32.
@@ -48,6 +51,27 @@ def add_rms_norm(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps
     return rms_norm(x.add_(added), weight, eps, kernels=False)
 
 
+def norm_heads(
+    qkv: torch.Tensor, query_weight: torch.Tensor, key_weight: torch.Tensor, num_heads: int, eps: float, kernels: bool
+) -> None:
+    """Norm each query head and each key head in place (Qwen3 does so); values stay as they are. See ``rms_norm``.
+
+    Args:
+        qkv: [T, H + 2 · Hkv, D], queries, keys, values; a token's heads follow each other without gaps.
+        query_weight: [D], for all query heads.
+        key_weight: [D], for all key heads.
+        num_heads: H.
+        eps: keeps the square root away from 0.
+        kernels: use the Triton kernel, one launch for both.
+    """
+    if kernels:
+        _launch_head_norm(qkv, query_weight, key_weight, num_heads, eps)
+        return
+    queries, keys, _ = qkv.split([num_heads, *[(qkv.shape[1] - num_heads) // 2] * 2], dim=1)
+    queries.copy_(rms_norm(queries, query_weight, eps, kernels=False))
+    keys.copy_(rms_norm(keys, key_weight, eps, kernels=False))
+
+
 def silu_mul(gate_up: torch.Tensor, kernels: bool) -> torch.Tensor:
     """silu(gate) · up for ``gate_up`` [T, 2 · n], gate first; returns [T, n]."""
     if kernels:
@@ -78,6 +102,30 @@ def _launch_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
         num_warps=min(16, max(1, _power_of_two(size) // 512)),
     )
     return out
+
+
+def _launch_head_norm(
+    qkv: torch.Tensor, query_weight: torch.Tensor, key_weight: torch.Tensor, num_heads: int, eps: float
+) -> None:
+    from engine.model.fused_kernels import head_norm_kernel
+
+    tokens, heads, size = qkv.shape
+    num_kv_heads = (heads - num_heads) // 2
+    normed = num_heads + num_kv_heads
+    block = min(HEADS_A_PROGRAM, _power_of_two(normed))
+    head_norm_kernel[(tokens, -(-normed // block))](
+        qkv,
+        query_weight,
+        key_weight,
+        qkv.stride(0),
+        eps,
+        NUM_Q=num_heads,
+        NUM_KV=num_kv_heads,
+        SIZE=size,
+        WIDTH=_power_of_two(size),
+        BLOCK_H=block,
+        num_warps=min(4, block),
+    )
 
 
 def _launch_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,38 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def head_norm_kernel(
+    x_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    x_stride,
+    eps,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Norm of BLOCK_H heads of one token, in place: each of SIZE elements, the first NUM_Q queries, the next NUM_KV keys.
+
+    ``x`` is [tokens, NUM_Q + NUM_KV or more, SIZE]; a token's heads follow each other. WIDTH is SIZE's power of two.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    column = tl.arange(0, WIDTH)
+    real = column < SIZE
+    exists = (head < NUM_Q + NUM_KV)[:, None] & real[None, :]
+    at = x_ptr + token * x_stride + head[:, None] * SIZE + column[None, :]
+    x = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+    scaled = x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
+    query_weight = tl.load(query_weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    key_weight = tl.load(key_weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    weight = tl.where((head < NUM_Q)[:, None], query_weight[None, :], key_weight[None, :])
+    number = x_ptr.dtype.element_ty
+    tl.store(at, (scaled.to(number).to(tl.float32) * weight).to(number), mask=exists)
+
+
+@triton.jit
 def silu_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK elements of silu(gate) · up for one row: ``x`` [rows, 2 · SIZE], gate then up; ``out`` [rows, SIZE]."""
     row = tl.program_id(0).to(tl.int64)

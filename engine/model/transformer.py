@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from engine.model.fused import add_rms_norm, rms_norm, silu_mul
+from engine.model.fused import add_rms_norm, norm_heads, rms_norm, silu_mul
 from engine.model.rope import rope_tables, rotate
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights, ModelWeights
@@ -134,8 +134,7 @@ class Transformer:
         heads, rotated = spec.num_heads, spec.num_heads + spec.num_kv_heads
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, spec.qkv_heads, spec.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :heads] = rms_norm(qkv[:, :heads], layer.q_norm, spec.norm_eps, fused)
-            qkv[:, heads:rotated] = rms_norm(qkv[:, heads:rotated], layer.k_norm, spec.norm_eps, fused)
+            norm_heads(qkv, layer.q_norm, layer.k_norm, heads, spec.norm_eps, fused)
         if attention.rotates:
             attended = attention.attend_rotating(index, qkv, cos, sin, plan)
         else:

@@ -22,7 +22,8 @@ from triton.runtime.jit import JITFunction
 
 from engine.model.attention.triton_backend import narrow_shape, power_of_two, wide_shape
 from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
-from engine.model.fused_kernels import rms_norm_kernel, silu_mul_kernel
+from engine.model.fused import HEADS_A_PROGRAM
+from engine.model.fused_kernels import head_norm_kernel, rms_norm_kernel, silu_mul_kernel
 from tests.triton.conftest import RESOURCES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -147,6 +148,10 @@ def test_the_small_kernels_keep_to_registers(arch, dtype, workers, record_proper
     for size in (4096, 8192):
         sizes = {"SIZE": size, "BLOCK": size, "ADD": True}
         started[f"norm {size}"] = workers.submit(compile_for, arch, rms_norm_kernel, norm, sizes, size // 512)
+    heads = dict.fromkeys(("x_ptr", "query_weight_ptr", "key_weight_ptr"), element) | {"x_stride": "i32", "eps": "fp32"}
+    for size in (80, 128):
+        sizes = {"NUM_Q": 16, "NUM_KV": 8, "SIZE": size, "WIDTH": 128, "BLOCK_H": HEADS_A_PROGRAM}
+        started[f"head norm {size}"] = workers.submit(compile_for, arch, head_norm_kernel, heads, sizes)
     silu = {"x_ptr": element, "out_ptr": element, "x_stride": "i32"}
     sizes = {"SIZE": 14336, "BLOCK": 1024}
     started["silu·mul"] = workers.submit(compile_for, arch, silu_mul_kernel, silu, sizes)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.fused import add_rms_norm, rms_norm, silu_mul
+from engine.model.fused import add_rms_norm, norm_heads, rms_norm, silu_mul
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 # One unit in the last place, relative.
@@ -37,6 +37,35 @@ def test_norm_of_heads_inside_wider_rows(dtype):
     weight = torch.randn(80).to(dtype)
     close(rms_norm(qkv[:, 2:9], weight, 1e-6, kernels=True), rms_norm(qkv[:, 2:9], weight, 1e-6, kernels=False))
     assert torch.equal(qkv, before)
+
+
+@settings(max_examples=40)
+@given(
+    tokens=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 8),
+    size=st.sampled_from([64, 80, 96, 128]),
+    dtype=st.sampled_from(TYPES),
+    gap=st.sampled_from([0, 16, 7]),
+    seed=st.integers(0, 99),
+)
+def test_norm_of_query_and_key_heads_in_place(tokens, kv_heads, group, size, dtype, gap, seed):
+    torch.manual_seed(seed)
+    heads = group * kv_heads
+    width = (heads + 2 * kv_heads) * size
+    wide = (3 * torch.randn(tokens, width + gap)).to(dtype)
+    ways = [wide.clone(), wide.clone()]
+    query_weight, key_weight = (torch.randn(size).to(dtype) for _ in range(2))
+    for kernels, memory in enumerate(ways):
+        qkv = memory[:, :width].view(tokens, -1, size)
+        norm_heads(qkv, query_weight, key_weight, heads, 1e-6, kernels=bool(kernels))
+    plain, kernel = ways
+    close(kernel, plain)
+    keys_end = (heads + kv_heads) * size
+    assert torch.equal(kernel[:, keys_end:], wide[:, keys_end:])
+    of_queries, of_keys = plain[0, :size], plain[0, heads * size :][:size]
+    assert torch.equal(of_queries, rms_norm(wide[0:1, :size], query_weight, 1e-6, kernels=False)[0])
+    assert torch.equal(of_keys, rms_norm(wide[0:1, heads * size :][:, :size], key_weight, 1e-6, kernels=False)[0])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
