@@ -8,24 +8,29 @@
 
 With Triton come fused elementwise kernels and CUDA graphs, each as far as its own check allows. Without a GPU everything
 is torch, and nothing is checked.
+
+What compiler and driver raise is of many kinds, and a lab compiles more than the check did (each number of splits, its own
+block size). Whatever fails before the first step makes torch compute, and its words go with it as the reason: ``working``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 from typing import Literal as Choice
 from weakref import WeakKeyDictionary
 
 from engine.model.attention import Attention
 from engine.model.attention.sdpa import SdpaAttention
-from engine.model.errors import ModelError
+from engine.model.errors import ModelError, in_one_line
 from engine.model.graphs import CudaGraphs, GraphBackend
+from engine.model.memory import ran_out
 from engine.model.selfcheck import Verdict, self_check
 from engine.model.transformer import Transformer
 
 AttentionBackend = Choice["auto", "sdpa", "triton"]
+Built = TypeVar("Built")
 USUAL_BLOCK_SIZE = 16
 """Of the check that is made when a model is loaded, before any lab says what it uses."""
 
@@ -67,10 +72,20 @@ _verdicts: WeakKeyDictionary[Transformer, dict[int, Verdict]] = WeakKeyDictionar
 
 
 def verdict_on(model: Transformer, block_size: int) -> Verdict:
-    """What the check at start says for this model and block size. It runs once, and takes a few seconds on a GPU."""
+    """What the check at start says for this model and block size. It runs once, and takes a few seconds on a GPU.
+
+    A check that breaks down, whatever it raises, lets nothing through.
+    """
     known = _verdicts.setdefault(model, {})
     if block_size not in known:
-        known[block_size] = self_check(model, block_size)
+        try:
+            known[block_size] = self_check(model, block_size)
+        except Exception as error:
+            reason = (
+                f"The fast way is off: its check at start broke down ({in_one_line(error)}); torch's own kernels compute "
+                "instead."
+            )
+            known[block_size] = Verdict(triton=False, fused=False, graphs=False, reason=reason)
     return known[block_size]
 
 
@@ -98,15 +113,40 @@ def choose_backend(
     verdict = verdict_on(model, block_size)
     if not verdict.triton:
         if attention_backend == "triton":
-            raise ModelError(
-                f"attention_backend='triton' can't be used here: {verdict.reason} Choose attention_backend='auto', which "
-                "falls back by itself, or 'sdpa'"
-            )
+            raise _refusal(verdict.reason)
         return Backend(SdpaAttention, SdpaAttention.name, verdict.fused, None, verdict, verdict.reason)
     from engine.model.attention.triton_backend import TritonAttention
 
     graphs = _graph_maker(model) if verdict.graphs and not enforce_eager else None
     return Backend(TritonAttention, TritonAttention.name, verdict.fused, graphs, verdict, verdict.reason)
+
+
+def working(chosen: Backend, build: Callable[[Backend], Built], required: bool = False) -> tuple[Backend, Built]:
+    """What ``build`` makes of a backend, and that backend; the plain one, with the reason, where the fast one fails in it.
+
+    Args:
+        chosen: what to try first.
+        build: makes something of a backend and uses its kernels once; it is called again with the plain one after a failure,
+            so it must leave nothing behind when it raises.
+        required: refuse instead of falling back: somebody asked for these kernels by name.
+
+    Raises:
+        ModelError: ``build`` raised it, or ``required`` kernels failed; the message has the compiler's or driver's words.
+        Exception: memory ran out, or the plain backend failed.
+    """
+    try:
+        return chosen, build(chosen)
+    except Exception as error:  # what compiler and driver raise has no common kind
+        if isinstance(error, ModelError) or ran_out(error) or chosen.make_attention is SdpaAttention:
+            raise
+        problem = in_one_line(error)
+    reason = f"The fast kernels failed while the lab was being prepared ({problem})."
+    if required:
+        raise _refusal(reason)
+    # Elementwise kernels come from the same compiler; a failure of theirs in a later step could not be caught any more.
+    reason = f"{chosen.reason} {reason} torch's own kernels compute instead.".strip()
+    plain = Backend(SdpaAttention, SdpaAttention.name, verdict=chosen.verdict, reason=reason)
+    return plain, build(plain)
 
 
 def describe_backend(
@@ -122,6 +162,13 @@ def describe_backend(
     """
     chosen = choose_backend(model, block_size, attention_backend, enforce_eager)
     return BackendInfo(chosen.name, chosen.fused, chosen.graphs is not None, chosen.reason)
+
+
+def _refusal(reason: str) -> ModelError:
+    return ModelError(
+        f"attention_backend='triton' can't be used here: {reason} Choose attention_backend='auto', which falls back by "
+        "itself, or 'sdpa'"
+    )
 
 
 def _graph_maker(model: Transformer) -> Callable[[], GraphBackend]:
