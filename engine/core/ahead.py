@@ -24,7 +24,6 @@ What the host learns one step late:
   beforehand, and no row is scheduled beyond them.
 * **NaN.** Blocks that steps in flight write are zeroed before their reuse, and only what collected steps computed is offered
   to others by the prefix cache, so never a block that holds a placeholder.
-* **What penalties count.** Requests with penalties are not scheduled while a token of theirs is pending.
 
 The order of what happens is: schedule 0 │ schedule 1 │ tokens 0, schedule 2 │ tokens 1, schedule 3 │ … The trace keeps it:
 what the tokens of step 0 bring about is among the ``events`` of step 2.
@@ -69,13 +68,11 @@ class AheadScheduler(Scheduler):
     """Continuous batching where the newest token of a request may be a placeholder."""
 
     def _wanted(self, request: Request, budget: int) -> int:
-        """0 for a request that can't go on before its pending token is known, or that ends with it.
+        """0 for a request that ends with its pending token.
 
         ``max_tokens`` is the limit to look at: no request is accepted whose ``max_tokens`` exceeds ``max_model_len``.
         """
-        if request.token_ids[-1] == PENDING and (
-            request.params.has_penalties or request.num_output_tokens >= request.max_tokens
-        ):
+        if request.token_ids[-1] == PENDING and request.num_output_tokens >= request.max_tokens:
             return 0
         return super()._wanted(request, budget)
 

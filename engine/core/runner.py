@@ -94,8 +94,8 @@ class AsyncRunner(Protocol):
     Where ``Work.token_ids`` ends in ``PENDING``, the token is the one that ``Work.request`` (by identity; it may have been
     a fork) samples in the step submitted just before; the runner fills it in, on the device. ``request.token_ids`` ends in
     ``PENDING`` then too. The placeholder of the token that a step itself samples is appended after ``submit`` has
-    returned, so ``num_output_tokens`` means in ``submit`` what it means in ``execute``. Requests with penalties are never
-    submitted with a pending token.
+    returned, so ``num_output_tokens`` means in ``submit`` what it means in ``execute``. Penalties count a pending token too,
+    where it is: on the device.
     """
 
     def submit(self, batch: StepBatch) -> object:

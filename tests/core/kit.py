@@ -191,7 +191,6 @@ class QueueRunner(MemoryRunner):
         for work in ends:
             assert work.request is not None
             assert work.request.token_ids[-1] == PENDING
-            assert not work.request.params.has_penalties
             work.token_ids[-1] = work.request.token_ids[-1] = self._sampled.get(work.request, 0)
         try:
             assert not any(PENDING in work.token_ids for work in batch.work)
