@@ -444,7 +444,7 @@ def _nucleus(
 
 
 def _keep_most_likely(weights: torch.Tensor, ranked: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Set all but the ``keep`` [rows] most likely of each row to 0, of equal ones the smaller ids; ``ranked`` reaches there."""
+    """Set all but the ``keep`` [rows] most likely of each row to 0, of equal ones the smaller ids; ``ranked`` holds them."""
     threshold = ranked.gather(1, keep.unsqueeze(1) - 1)
     above = weights > threshold
     tied = weights == threshold
