@@ -1,7 +1,7 @@
 """What the measures on a GPU share: models made on the spot, engines that give their memory back, runs, and what they cost.
 
 A run is a list of the engine's own step records. Times of steps come from their ends, so everything the host does in
-between counts. What the GPU does inside a step is asked of torch's profiler, apart from the timed repeats.
+between counts. What the GPU does inside a step is asked of torch's profiler, after everything that is timed.
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ def describe(runner: ModelRunner) -> str:
     return f"{info}. {info.reason}".rstrip(". ")
 
 
+def layer_kernels(runner: ModelRunner) -> int | None:
+    """Kernels that one layer of a decode step of one row launches, by the code; None where torch decides.
+
+    Norm, qkv, rotate and store, attend, out, norm, gate-up, activation, down: 9. Norms of query and key heads are one more,
+    and merging the parts of split keys one. tests/triton/interpreted/test_launches.py holds the code to it.
+    """
+    splits_for = getattr(runner.attention, "splits_for", None)
+    if splits_for is None or not runner.backend.fused:
+        return None
+    return 9 + runner.model.spec.qk_norm + (splits_for(1, runner.config.max_model_len) > 1)
+
+
 class Bench:
     """Device, sizes and what is known so far, for one measure after another.
 
@@ -67,6 +79,8 @@ class Bench:
         """On ``time.perf_counter``'s clock: no repeat starts that would end after it."""
         self.backend = ""
         """What the latest engine computes with, for people."""
+        self.layer_kernels: int | None = None
+        """Kernels of a layer in the latest engine's decode steps of one row, by the code."""
         self._model: tuple[str, Transformer] | None = None
 
     # ------------------------------------------------------------------ ceilings
@@ -128,7 +142,7 @@ class Bench:
         config = build_config({"enable_prefix_caching": False} | fields)
         runner = ModelRunner(model, config, **for_runner)
         engine = Engine(config, runner, vocab_size=model.spec.vocab_size)
-        self.backend = describe(runner)
+        self.backend, self.layer_kernels = describe(runner), layer_kernels(runner)
         try:
             yield engine
         finally:
@@ -151,8 +165,8 @@ class Bench:
 
     # ------------------------------------------------------------------ time
 
-    def repeat(self, work: Callable[[], float]) -> list[float]:
-        """``work`` as often as wanted, at least once, and not when it would end after the deadline.
+    def repeat(self, work: Callable[[], float], most: int | None = None) -> list[float]:
+        """``work`` as often as wanted (``most``, or as the sizes say), at least once, and not beyond the deadline.
 
         What was there before is left out of garbage collections meanwhile, as in a server that has run for a while.
         """
@@ -160,7 +174,7 @@ class Bench:
         self.sweep()
         gc.freeze()
         try:
-            for _ in range(self.sizes.repeats):
+            for _ in range(most or self.sizes.repeats):
                 start = time.perf_counter()
                 values.append(work())
                 now = time.perf_counter()
@@ -279,12 +293,18 @@ class StepKernels:
         """For the page."""
         return (
             f"{self.kernels:.0f} kernels and {self.copies:.0f} copies a step, asked for with {self.launches:.0f} launches; "
-            f"the kernels take {1000 * self.gpu_seconds:.3f} ms in all (torch.profiler, outside of the timed repeats)."
+            f"the kernels take {1000 * self.gpu_seconds:.3f} ms in all (torch.profiler, after everything that is timed)."
         )
 
 
-def profile_decode(bench: Bench, engine: Engine, load: Load, temperature: float = 0.0) -> StepKernels | str:
-    """Profile a few steps in which all of ``load`` decodes; a sentence on why not, where it fails."""
+def profile_decode(bench: Bench, engine: Engine, load: Load, temperature: float = 0.0) -> StepKernels:
+    """Profile a few steps in which all of ``load`` decodes.
+
+    Once it ran, the driver may go on watching launches: nothing that is timed should follow in the same process.
+
+    Raises:
+        NotHere: there are no kernels to see.
+    """
     try:
         add(engine, load, temperature)
         decoding = 0
@@ -293,16 +313,18 @@ def profile_decode(bench: Bench, engine: Engine, load: Load, temperature: float 
             rows = step.scheduled
             decoding += len(rows) == len(load.prompts) and all(row.kind == "decode" for row in rows)
         return profile_steps(bench, lambda: engine.step(), bench.sizes.profile_steps)
-    except Exception as error:  # the profiler is a guest: whatever it can't do must not cost the measure
-        return f"The profiler failed: {type(error).__name__}: {error}"
     finally:
         engine.abort_all()
         while engine.has_unfinished():
             engine.step()
 
 
-def profile_steps(bench: Bench, step: Callable[[], object], steps: int) -> StepKernels | str:
-    """Kernels, copies and launches of ``steps`` calls of ``step``, a step."""
+def profile_steps(bench: Bench, step: Callable[[], object], steps: int) -> StepKernels:
+    """Kernels, copies and launches of ``steps`` calls of ``step``, a step.
+
+    Raises:
+        NotHere: there are no kernels to see.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = bench.device.type == "cuda"
@@ -312,16 +334,22 @@ def profile_steps(bench: Bench, step: Callable[[], object], steps: int) -> StepK
             step()
         bench.synchronise()
     events = [(str(event.name), str(event.device_type), float(event.time_range.elapsed_us())) for event in profiler.events()]
-    return count_kernels(events, steps) if on_gpu else f"{len(events) / steps:.0f} torch calls a step; no GPU, no kernels."
+    if not on_gpu:
+        raise NotHere(f"{len(events) / steps:.0f} torch calls a step; without a GPU there are no kernels")
+    return count_kernels(events, steps)
 
 
-def count_kernels(events: Sequence[tuple[str, str, float]], steps: int) -> StepKernels | str:
-    """Count ``events`` (name, device, microseconds) of ``steps`` steps, a step."""
+def count_kernels(events: Sequence[tuple[str, str, float]], steps: int) -> StepKernels:
+    """Count ``events`` (name, device, microseconds) of ``steps`` steps, a step.
+
+    Raises:
+        NotHere: there are no kernels among them.
+    """
     on_gpu = [(name, micros) for name, device, micros in events if device.endswith("CUDA")]
     copies = [name for name, _ in on_gpu if name.startswith(("Memcpy", "Memset"))]
     kernels = [(name, micros) for name, micros in on_gpu if not name.startswith(("Memcpy", "Memset"))]
     if not kernels:
-        return "The profiler saw no kernels."
+        raise NotHere("the profiler saw no kernels")
     asked = sum("LaunchKernel" in name or "GraphLaunch" in name for name, device, _ in events if not device.endswith("CUDA"))
     calls = Counter(name for name, _ in kernels)
     micros_of: Counter[str] = Counter()

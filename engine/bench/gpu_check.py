@@ -28,6 +28,8 @@ from engine.bench.gpu_report import Document, Result, Suite, describe_machine, o
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 455.0
 """For everything: under 8 minutes."""
+START_SECONDS = 15.0
+"""Until the first measure begins: two processes import torch, and one of them makes a CUDA context."""
 TEST_SECONDS = 150.0
 """For tests/cuda, most of it for compiling: each number format, block size and head size has kernels of its own."""
 LAST_WORDS = 10.0
@@ -51,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, parser = _options(argv)
     import torch
 
+    from engine.bench.gpu_measures import with_kernels
+
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         cuda = torch.version.cuda or "none"
         tell(f"no CUDA device: nothing was checked (torch {torch.__version__}, built for CUDA {cuda})")
@@ -62,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = _wanted(options.only, parser)
     tests = _tests(options)
     results = _measure(wanted, options, options.seconds - (time.perf_counter() - started))
+    with_kernels(results)
     document = Document(
         machine=machine, tests=tests, results=results, quick=options.quick, seconds=time.perf_counter() - started
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from engine.bench.ceilings import measure_ceilings
 from engine.bench.gpu_bench import (
     Bench,
     Run,
-    StepKernels,
     breakdown,
     full_decodes,
     idle_share,
@@ -30,7 +29,7 @@ from engine.bench.gpu_bench import (
     run_load,
     slope,
 )
-from engine.bench.gpu_report import Goal, NotHere, Reading, Unit, show
+from engine.bench.gpu_report import Goal, NotHere, Reading, Result, Unit, show
 from engine.bench.gpu_shapes import (
     LLAMA_3_1_8B,
     LLAMA_3_2_1B,
@@ -38,6 +37,7 @@ from engine.bench.gpu_shapes import (
     SMOLLM2_135M,
     Load,
     Shape,
+    Sizes,
     even_load,
     nano_vllm_load,
 )
@@ -58,7 +58,7 @@ class Measure:
     unit: Unit
     run: Callable[[Bench], Reading]
     seconds: float
-    """Time it may take; it plans its repeats by it, and is stopped when it takes much more."""
+    """Time it is expected to take on an H200; it plans its repeats by it, and is stopped when it takes much more."""
     goal: Goal | None = None
 
 
@@ -118,7 +118,7 @@ def kernel_seconds(bench: Bench) -> float:
 def decode(bench: Bench, shape: Shape) -> Reading:
     """Tokens a second of one sequence, the quicker way of driving the engine; ceilings by bytes and by kernels."""
     sizes, spec = bench.sizes, bench.shape(shape).spec
-    load = even_load(1, sizes.decode_prompt, sizes.decode_tokens, spec.vocab_size)
+    load = short_load(sizes, spec.vocab_size)
     pool = {"max_num_seqs": 1, "num_kv_blocks": load.blocks(16), "max_model_len": load.longest}
     readings = []
     for label, fields in bench.variants():
@@ -130,13 +130,23 @@ def decode(bench: Bench, shape: Shape) -> Reading:
                 return 1.0 / median_step(runs[-1].steps, 1)
 
             reading = Reading(bench.repeat(one))
-            kernels = profile_decode(bench, engine, load)
         steps = runs[-1].steps
         reading.details = {"driven": label, "steps": breakdown([step for step, _ in full_decodes(steps, 1)])}
+        reading.details["step_seconds"] = 1.0 / reading.value
         reading.notes = [f"{label}: {show(reading.value, 'tokens/s')}."]
-        _add_decode_ceilings(bench, reading, mean_bytes(steps, 1), kernels)
+        _add_decode_ceilings(bench, reading, mean_bytes(steps, 1), spec.num_layers)
         readings.append(reading)
     return best_of(readings, max)
+
+
+def short_load(sizes: Sizes, vocab_size: int) -> Load:
+    """One sequence that is decoded."""
+    return even_load(1, sizes.decode_prompt, sizes.decode_tokens, vocab_size)
+
+
+def full_load(sizes: Sizes, vocab_size: int) -> Load:
+    """As many sequences as a full batch has."""
+    return even_load(sizes.full_batch, sizes.full_prompt, sizes.full_tokens, vocab_size)
 
 
 def best_of(readings: list[Reading], choose: Callable[..., Reading]) -> Reading:
@@ -148,18 +158,21 @@ def best_of(readings: list[Reading], choose: Callable[..., Reading]) -> Reading:
     return best
 
 
-def _add_decode_ceilings(bench: Bench, reading: Reading, moved: float, kernels: StepKernels | str) -> None:
+def _add_decode_ceilings(bench: Bench, reading: Reading, moved: float, layers: int) -> None:
+    """By bytes, and by the kernels of all layers as the code launches them; ``with_kernels`` knows the others, too."""
     bandwidth, kernel = bench.ceiling("copy_bandwidth"), bench.ceiling("kernel_seconds")
     if bandwidth:
         reading.ceilings["bandwidth"] = bandwidth / moved
         reading.notes.append(f"A token moves {moved / 1e9:.3f} GB (weights and KV): {show(moved * reading.value, 'B/s')}.")
-    if isinstance(kernels, str):
-        reading.notes.append(kernels)
+    if not bench.layer_kernels:
         return
-    reading.notes.append(kernels.sentence())
-    reading.details["kernels"] = {"a_step": kernels.kernels, "launches": kernels.launches, "top": kernels.top}
+    count = bench.layer_kernels * layers
+    reading.notes.append(
+        f"By the code a layer takes {bench.layer_kernels} kernels, {layers} layers {count}; inputs, head and choosing a "
+        "token come on top."
+    )
     if kernel:
-        reading.ceilings["kernels"] = 1.0 / (kernels.kernels * kernel)
+        reading.ceilings["kernels"] = 1.0 / (count * kernel)
 
 
 def prefill(bench: Bench, shape: Shape) -> Reading:
@@ -246,7 +259,7 @@ def throughput(bench: Bench, shape: Shape, driven: str) -> Reading:
             runs.append(run_load(engine, load, 0.6))
             return load.total / runs[-1].seconds
 
-        reading = Reading(bench.repeat(one))
+        reading = Reading(bench.repeat(one, sizes.load_repeats))
         preempted = engine.stats().preemptions
     last = runs[-1]
     least = bench.least_seconds(last.steps)
@@ -297,8 +310,8 @@ def idle(bench: Bench, shape: Shape) -> Reading:
     Raises:
         NotHere: the steps carry no GPU times.
     """
-    sizes, spec = bench.sizes, bench.shape(shape).spec
-    load = even_load(sizes.full_batch, sizes.full_prompt, sizes.full_tokens, spec.vocab_size)
+    sizes = bench.sizes
+    load = full_load(sizes, bench.shape(shape).spec.vocab_size)
     readings = []
     for label, fields in bench.variants():
         with bench.engine(shape, **load_fields(bench, shape, load), **fields) as engine:
@@ -312,20 +325,50 @@ def idle(bench: Bench, shape: Shape) -> Reading:
                 return share
 
             reading = Reading(bench.repeat(one))
-            kernels = profile_decode(bench, engine, load, 0.6)
         steps = full_decodes(runs[-1].steps, sizes.full_batch)
         reading.details = {"driven": label, "steps": breakdown([step for step, _ in steps])}
-        step_ms = 1000 * median_step(runs[-1].steps, sizes.full_batch)
-        reading.notes = [
-            f"{label}: idle for {show(reading.value, 'share')} of a step of {step_ms:.2f} ms, {sizes.full_batch} requests.",
-            kernels if isinstance(kernels, str) else kernels.sentence(),
-        ]
-        if isinstance(kernels, StepKernels):
-            reading.details["top"] = kernels.top
-            rest = 1 - 1000 * kernels.gpu_seconds / step_ms
-            reading.notes.append(f"By the profiler's own durations no kernel runs for {show(rest, 'share')} of a step.")
+        reading.details["step_seconds"] = seconds = median_step(runs[-1].steps, sizes.full_batch)
+        share = show(reading.value, "share")
+        reading.notes = [f"{label}: idle for {share} of a step of {1000 * seconds:.2f} ms, {sizes.full_batch} requests."]
         readings.append(reading)
     return best_of(readings, min)
+
+
+# ---------------------------------------------------------------------- inside a step
+
+
+def kernels(bench: Bench, shape: Shape, load_of: Callable[[Sizes, int], Load], temperature: float = 0.0) -> Reading:
+    """Kernels of a decode step, as torch's profiler sees them.
+
+    Raises:
+        NotHere: there is no GPU.
+    """
+    load = load_of(bench.sizes, bench.shape(shape).spec.vocab_size)
+    with bench.engine(shape, **load_fields(bench, shape, load)) as engine:
+        run_load(engine, load.cut(4), temperature)
+        found = profile_decode(bench, engine, load, temperature)
+    details = {"launches": found.launches, "copies": found.copies, "gpu_seconds": found.gpu_seconds, "top": found.top}
+    return Reading([found.kernels], notes=[found.sentence()], details=details)
+
+
+PROFILED = {"kernels_smollm2": "decode_smollm2", "kernels_256": "idle_256", "kernels_8b": "decode_8b"}
+"""Measures that count kernels, and whose steps those are."""
+
+
+def with_kernels(results: Sequence[Result]) -> None:
+    """Write what the profiler counted, at the very end, beside the speeds that were measured before it ran."""
+    found = {result.name: result.reading for result in results if result.reading is not None}
+    ceilings = found.get("ceilings")
+    shortest = ceilings.details.get("kernel_seconds") if ceilings else None
+    for name, of in PROFILED.items():
+        counted, row = found.get(name), found.get(of)
+        if counted is None or row is None:
+            continue
+        rest = 1 - counted.details["gpu_seconds"] / row.details["step_seconds"]
+        row.notes += counted.notes
+        row.notes.append(f"By the profiler's own durations no kernel runs for {show(rest, 'share')} of a step.")
+        if shortest and "bandwidth" in row.ceilings:
+            row.ceilings["kernels"] = 1.0 / (counted.value * shortest)
 
 
 # ---------------------------------------------------------------------- beside transformers
@@ -338,7 +381,7 @@ def against_generate_batch(bench: Bench, shape: Shape) -> Reading:
     bench.forget()
     until = time.perf_counter() + 0.7 * bench.left() if bench.deadline != float("inf") else bench.deadline
     peer = gpu_peers.generate_batch(bench, shape, load, until)
-    share = load.first(peer.requests)
+    share = peer.load
     label, fields = bench.variants()[-1]
     with bench.engine(shape, **load_fields(bench, shape, share), **fields) as engine:
         run_load(engine, share.cut(8), 0.6)
@@ -347,11 +390,15 @@ def against_generate_batch(bench: Bench, shape: Shape) -> Reading:
             return share.total / run_load(engine, share, 0.6).seconds / peer.tokens_per_second
 
         reading = Reading(bench.repeat(one))
-    reading.details = {"peer": peer.details | {"tokens_per_second": peer.tokens_per_second, "requests": peer.requests}}
-    part = "All" if peer.requests == len(load.prompts) else f"The first {peer.requests}"
+    requests, longest = len(share.prompts), max(share.output_tokens)
+    reading.details = {
+        "peer": peer.details | {"tokens_per_second": peer.tokens_per_second, "requests": requests, "longest": longest}
+    }
+    part = "All" if requests == len(load.prompts) else f"The first {requests}"
+    shortened = "" if share.total == load.first(requests).total else f", each with {longest} output tokens at most"
     ours = show(reading.value * peer.tokens_per_second, "tokens/s")
     reading.notes = [
-        f"{part} of the {len(load.prompts)} requests on both sides, {share.total:,} output tokens.",
+        f"{part} of the {len(load.prompts)} requests on both sides{shortened}: {share.total:,} output tokens.",
         f"The engine, {label}: {ours}; generate_batch: {show(peer.tokens_per_second, 'tokens/s')}.",
         *peer.notes,
     ]
@@ -372,57 +419,101 @@ def generate(bench: Bench, shape: Shape, beside: str) -> Reading:
     return reading
 
 
+def _gain(name: str, seconds: float) -> Measure:
+    return Measure(name, gpu_gains.TITLES[name], "times", partial(gpu_gains.measure, gain=gpu_gains.GAINS[name]), seconds)
+
+
+# Comments give the seconds expected on an H200 that is near the goals. The shape: weights made, kernels checked (2) and
+# compiled (6: 8 of attention at 0.4, a dozen small ones at 0.25). The engine: graphs and a first run, 1 at batch 1, 5 at 256
+# rows (39 graphs of 300 kernels, asked for twice each).
 MEASURES = (
-    Measure("ceilings", "ceiling: copy bandwidth", "B/s", ceilings, 25),
+    # 3 of measuring, 3 for the libraries' first use
+    Measure("ceilings", "ceiling: copy bandwidth", "B/s", ceilings, 6),
+    # 8 for the shape, 2 for more splits, 5 for the engine, 2 × 11 for the load
     Measure(
         "nano_vllm_sync", "nano-vllm's load, Qwen3-0.6B shape, synchronous", "tokens/s",
-        partial(throughput, shape=QWEN3_0_6B, driven="synchronous"), 50, Goal(12_000),
+        partial(throughput, shape=QWEN3_0_6B, driven="synchronous"), 38, Goal(12_000),
     ),
+    # 5 for the engine, 2 × 7 for the load
     Measure(
         "nano_vllm_async", "nano-vllm's load, Qwen3-0.6B shape, async_scheduling", "tokens/s",
-        partial(throughput, shape=QWEN3_0_6B, driven="async_scheduling"), 40, Goal(20_000),
+        partial(throughput, shape=QWEN3_0_6B, driven="async_scheduling"), 20, Goal(20_000),
     ),
+    # twice: 5 for the engine, 3 × 1.5 for 32,768 tokens in and 96 steps
     Measure(
         "idle_256", "GPU idle in a batch-256 decode step, Qwen3-0.6B shape", "share",
-        partial(idle, shape=QWEN3_0_6B), 40, Goal(0.05, lower=True),
+        partial(idle, shape=QWEN3_0_6B), 20, Goal(0.05, lower=True),
     ),
+    # 4 runs of 65,536 tokens in and 32 steps: 2 × 1 for the engines, 4 × 1 with Triton, 4 × 1.5 without
+    _gain("gain_attention_decode", 12),
+    # 8 for the shape; twice: 1 for the engine, 4 × 200 steps of 4.7 ms
     Measure(
         "decode_8b", "batch-1 decode, Llama-3.1-8B shape", "tokens/s",
-        partial(decode, shape=LLAMA_3_1_8B), 35, Goal(0.75, of="bandwidth", stretch=0.85),
+        partial(decode, shape=LLAMA_3_1_8B), 19, Goal(0.75, of="bandwidth", stretch=0.85),
     ),
+    # 3 for more splits, 1 for the engine, 4 × 0.35
     Measure(
         "prefill_8b", "prefill of 8,192 tokens, Llama-3.1-8B shape", "FLOP/s",
-        partial(prefill, shape=LLAMA_3_1_8B), 25, Goal(0.60, of="matmul"),
+        partial(prefill, shape=LLAMA_3_1_8B), 8, Goal(0.60, of="matmul"),
     ),
+    # 6 for 98,304 tokens of prompts, 4 for 640 steps of 6 ms, 3 for the host's hashing and scheduling, 2 for the engine
     Measure(
         "itl_slope_8b", "decode ITL over context, Llama-3.1-8B shape", "B/s",
-        partial(itl_slope, shape=LLAMA_3_1_8B), 45, Goal(0.80, of="bandwidth"),
+        partial(itl_slope, shape=LLAMA_3_1_8B), 17, Goal(0.80, of="bandwidth"),
     ),
+    # 8 for the shape; twice: 1 for the engine, 4 × 200 steps of 0.9 ms
     Measure(
         "decode_1b", "batch-1 decode, Llama-3.2-1B shape", "tokens/s",
-        partial(decode, shape=LLAMA_3_2_1B), 25, Goal(0.60, of="bandwidth"),
+        partial(decode, shape=LLAMA_3_2_1B), 12, Goal(0.60, of="bandwidth"),
     ),
+    # 2 for more splits; twice: 1 for the engine, 4 × 0.2
+    _gain("gain_split", 6),
+    # twice: 1 for the engine, 4 × 0.1; another number of splits
+    _gain("gain_attention_prefill", 4),
+    # 8 for the shape; twice: 1 for the engine, 4 × 200 steps of 0.8 ms
     Measure(
         "decode_smollm2", "batch-1 decode, SmolLM2-135M shape", "tokens/s",
-        partial(decode, shape=SMOLLM2_135M), 25, Goal(1200, stretch=1500),
+        partial(decode, shape=SMOLLM2_135M), 12, Goal(1200, stretch=1500),
     ),
+    # 2 × 1 for the engines, 4 × 200 steps of 0.8 ms, 4 × 200 of 5 ms
+    _gain("gain_graphs", 7),
+    # 2 × 1 for the engines, 4 × 200 steps of 0.8 ms and of 1.2 ms
+    _gain("gain_fused", 4),
+    # 8 for importing and making the peer, 25 for its probe and its share, 2 for the shape again, 5 for the engine, 3 × 1.5
     Measure(
         "generate_batch", "nano-vllm's load against transformers generate_batch, Qwen3-0.6B shape", "times",
-        partial(against_generate_batch, shape=QWEN3_0_6B), 70, Goal(5.0),
+        partial(against_generate_batch, shape=QWEN3_0_6B), 45, Goal(5.0),
     ),
-    *(Measure(name, gpu_gains.TITLES[name], "times", partial(gpu_gains.measure, gain=gain), 15)
-      for name, gain in gpu_gains.GAINS.items()),
+    # 2 for the model, 200 tokens of 25 ms
     Measure(
         "generate_smollm2", "transformers generate, batch 1, SmolLM2-135M shape", "tokens/s",
-        partial(generate, shape=SMOLLM2_135M, beside="decode_smollm2"), 20,
+        partial(generate, shape=SMOLLM2_135M, beside="decode_smollm2"), 7,
     ),
+    # 2 for the model, 200 tokens of 15 ms
     Measure(
         "generate_1b", "transformers generate, batch 1, Llama-3.2-1B shape", "tokens/s",
-        partial(generate, shape=LLAMA_3_2_1B, beside="decode_1b"), 20,
+        partial(generate, shape=LLAMA_3_2_1B, beside="decode_1b"), 6,
     ),
+    # 5 for the model, 200 tokens of 27 ms
     Measure(
         "generate_8b", "transformers generate, batch 1, Llama-3.1-8B shape", "tokens/s",
-        partial(generate, shape=LLAMA_3_1_8B, beside="decode_8b"), 25,
+        partial(generate, shape=LLAMA_3_1_8B, beside="decode_8b"), 11,
+    ),
+    # each: 2 for the shape again, an engine, 1 for the profiler; the first one 2 more, for the profiler's start
+    Measure(
+        "kernels_smollm2", "kernels of a batch-1 decode step, SmolLM2-135M shape", "kernels",
+        partial(kernels, shape=SMOLLM2_135M, load_of=short_load), 6,
+    ),
+    Measure(
+        "kernels_256", "kernels of a batch-256 decode step, Qwen3-0.6B shape", "kernels",
+        partial(kernels, shape=QWEN3_0_6B, load_of=full_load, temperature=0.6), 9,
+    ),
+    Measure(
+        "kernels_8b", "kernels of a batch-1 decode step, Llama-3.1-8B shape", "kernels",
+        partial(kernels, shape=LLAMA_3_1_8B, load_of=short_load), 5,
     ),
 )  # fmt: skip
-"""In the order in which they run: what matters most first, since the time for all of them is limited."""
+"""In the order in which they run. A shape's measures follow each other, so that its weights are made, its kernels compiled
+and checked once; transformers follows, which needs the memory; and the profiler comes last, since launches may take longer
+once it ran. All of it fits into the time for everything, tests included (``gpu_check.SECONDS``).
+"""

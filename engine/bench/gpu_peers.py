@@ -23,9 +23,10 @@ from engine.bench.gpu_shapes import Load, Shape, even_load
 
 @dataclass
 class PeerSpeed:
-    """What ``generate_batch`` reached on the first ``requests`` of a load."""
+    """What ``generate_batch`` reached."""
 
-    requests: int
+    load: Load
+    """What it was reached on."""
     tokens_per_second: float
     notes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
@@ -95,16 +96,16 @@ def generate_batch(bench: Bench, shape: Shape, load: Load, until: float) -> Peer
     Raises:
         TimeoutError: not even the probe was done in time.
     """
-    shares = [min(share, len(load.prompts)) for share in bench.sizes.peer_shares]
+    shares = [load.first(requests).cut(tokens) for requests, tokens in bench.sizes.peer_shares]
     with peer_model(bench, shape) as model:
-        probe = load.first(shares[-1])
-        _batch(bench, model, Load(probe.prompts, [4] * len(probe.prompts)), until)
+        probe = shares[-1]
+        _batch(bench, model, probe.cut(4), until)
         speed, attention = _batch(bench, model, probe, until)
-        best = PeerSpeed(shares[-1], speed)
-        fits = [share for share in shares if load.first(share).total / speed < 0.8 * (until - time.perf_counter())]
-        if fits and fits[0] > best.requests:
+        best = PeerSpeed(probe, speed)
+        fits = [share for share in shares if share.total / speed < 0.8 * (until - time.perf_counter())]
+        if fits and fits[0].total > probe.total:
             try:
-                speed, attention = _batch(bench, model, load.first(fits[0]), until)
+                speed, attention = _batch(bench, model, fits[0], until)
                 best = PeerSpeed(fits[0], speed)
             except TimeoutError as error:
                 best.notes.append(f"A larger share was tried and given up: {error}.")

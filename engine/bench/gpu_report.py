@@ -18,7 +18,7 @@ import msgspec
 
 from engine.doctor import cpu_name
 
-Unit = Literal["tokens/s", "FLOP/s", "B/s", "share", "times"]
+Unit = Literal["tokens/s", "FLOP/s", "B/s", "share", "times", "kernels"]
 PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec")
 QUERY = {
     "name": "name",
@@ -234,6 +234,8 @@ def show(value: float, unit: Unit) -> str:
         return f"{100 * value:.1f} %"
     if unit == "times":
         return f"{value:.2f}×"
+    if unit == "kernels":
+        return f"{value:,.0f} kernels"
     if unit == "tokens/s":
         return f"{value:,.0f} tokens/s" if value >= 100 else f"{value:.1f} tokens/s"
     for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):

@@ -185,6 +185,8 @@ class Sizes:
     """How much of everything. Tokens, requests, repeats, seconds."""
 
     repeats: int = 3
+    load_repeats: int = 2
+    """Of a whole load, which is a thousand steps or more: the one is much like the other."""
     ceilings_seconds: float = 3.0
     decode_prompt: int = 128
     decode_tokens: int = 200
@@ -199,8 +201,8 @@ class Sizes:
     full_batch: int = 256
     full_prompt: int = 128
     full_tokens: int = 96
-    peer_shares: tuple[int, ...] = (256, 128, 64, 32, 16)
-    """Requests of the load that a peer may get, most first; the last one is the probe."""
+    peer_shares: tuple[tuple[int, int], ...] = ((256, 1024), (256, 256), (256, 128), (128, 128), (64, 128), (32, 64))
+    """Requests of the load that a peer may get, and tokens that each gets at most: most work first, the probe last."""
     peer_tokens: int = 64
     profile_steps: int = 8
     gain_batch: int = 16
@@ -211,6 +213,7 @@ class Sizes:
 
 QUICK = Sizes(
     repeats=2,
+    load_repeats=1,
     ceilings_seconds=0.05,
     decode_prompt=8,
     decode_tokens=8,
@@ -224,7 +227,7 @@ QUICK = Sizes(
     full_batch=4,
     full_prompt=6,
     full_tokens=6,
-    peer_shares=(4, 2),
+    peer_shares=((4, 8), (2, 4)),
     peer_tokens=4,
     profile_steps=2,
     gain_batch=2,

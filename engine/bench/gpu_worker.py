@@ -34,8 +34,10 @@ from engine.bench.gpu_report import NotHere, Result, gpu_state
 from engine.bench.gpu_shapes import QUICK, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
+HANGS = 40.0
+"""Seconds beyond its own budget after which a measure is stopped: compiling for the first time may be slow."""
 GRACE = 20.0
-"""Seconds that a measure may take beyond its own budget before it is stopped."""
+"""Seconds after the end of the time for everything at which whatever still runs is stopped."""
 START_UP = 120.0
 """Seconds that a worker may take until it starts its first measure."""
 LEAST = 0.4
@@ -189,7 +191,7 @@ class _Worker:
 
     def overdue(self) -> bool:
         """Whether what it is at takes too long, or the time for everything is over."""
-        allowed = BY_NAME[self.under_way].seconds + GRACE if self.under_way else START_UP
+        allowed = BY_NAME[self.under_way].seconds + HANGS if self.under_way else START_UP
         return time.perf_counter() > min(self.since + allowed, self._end + GRACE)
 
     def end(self) -> str:

@@ -16,6 +16,7 @@ from engine.core.runner import StepBatch, Work
 from engine.model.attention import Span
 from engine.model.attention.sdpa import SdpaAttention
 from engine.model.backend import verdict_on
+from engine.model.fused import norm_heads
 from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import ALLOWED, _attention_difference
@@ -61,12 +62,25 @@ def plain(tiny):
 # ---------------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("block_size", [8, 24])
+# Each of them compiles a dozen kernels: a few seconds.
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 8), ("float16", 24), ("bfloat16", 8), ("bfloat16", 24)])
 def test_the_check_at_start_passes(dtype, block_size):
     verdict = verdict_on(load_model("tiny", "cuda", dtype).transformer, block_size)
     assert verdict.triton and verdict.fused and verdict.graphs, verdict.reason
     assert verdict.reason == "" and len(verdict.checks) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_are_normed_in_place(dtype):
+    number = getattr(torch, dtype)
+    qkv = torch.randn(5, 32, 128, device="cuda").to(number)
+    ways, weights = (qkv.clone(), qkv.clone()), torch.randn(2, 128, device="cuda").to(number)
+    for kernels, heads in enumerate(ways):
+        norm_heads(heads, *weights, num_heads=16, eps=1e-6, kernels=bool(kernels))
+    plain, kernel = ways
+    assert torch.equal(kernel[:, 24:], qkv[:, 24:]), "values stay"
+    assert (kernel - plain).abs().max() <= ALLOWED[number] * plain.abs().max()
+    assert not torch.equal(kernel[:, :24], qkv[:, :24])
 
 
 HEADS = [(9, 3, 64), (32, 8, 128), (16, 8, 128), (32, 32, 80), (32, 32, 96)]
