@@ -11,14 +11,18 @@ from app.figures.palette import Theme
 from engine.observe.metrics import DEFINITIONS
 from engine.workload.report import Chart
 from engine.workload.results import DISTRIBUTIONS, Compared, ExperimentResult, differences
+from engine.workload.statistics import MIN_EFFECT
 
 TIMELINES = "Batches side by side"
 TIMELINES_TEXT = (
     "A bar is a step: as wide as it took, as high as the tokens it computed. One time axis and one scale for all. "
     "Play moves one cursor through all of them."
 )
-RATIOS = "What is clear and what is noise"
-RATIOS_TEXT = "Median of the paired repetitions with its 95 % interval. What crosses 1 is not told from noise."
+RATIOS = "What is clear and what is not"
+RATIOS_TEXT = (
+    "How many times as much as with the first variant, and the range in which the true factor lies. A filled mark is clear. "
+    f"The band around 1 is too small to matter: less than {100 * MIN_EFFECT:.0f} %."
+)
 
 
 def samples_of(result: ExperimentResult, metric: str) -> dict[str, list[float]]:

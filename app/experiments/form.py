@@ -57,7 +57,12 @@ def form() -> tuple[Experiment | None, str]:
         }
         st.subheader("How it is measured")
         repetitions = _number(
-            "Repetitions", 5, "repetitions", 1, 100, "At least 5 are needed to tell a difference from noise."
+            "Repetitions",
+            5,
+            "repetitions",
+            1,
+            100,
+            "At least 5 are needed to tell a difference from noise; more tell smaller ones.",
         )
         ttft = _number("Objective: TTFT at most (ms, 0: none)", 0, "ttft", 0, 1_000_000)
         tpot = _number("Objective: TPOT at most (ms, 0: none)", 0, "tpot", 0, 1_000_000)

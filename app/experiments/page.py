@@ -22,9 +22,9 @@ from engine.observe.metrics import DEFINITIONS
 from engine.observe.runs import RunLibrary
 from engine.serve.client import EngineClient
 from engine.workload.datafile import DataFileError, to_yaml
-from engine.workload.experiment import Experiment, Experiments, parse_experiment
+from engine.workload.experiment import MAX_REPETITIONS, Experiment, Experiments, parse_experiment
 from engine.workload.notebook import notebook
-from engine.workload.report import made_by, warnings
+from engine.workload.report import HOW_SURE, made_by, warnings
 from engine.workload.results import (
     DISTRIBUTIONS,
     NUMBERS,
@@ -35,10 +35,13 @@ from engine.workload.results import (
     cautions,
     differences,
     differences_csv,
+    repetitions_text,
     spread_text,
     spreads,
+    with_repetitions,
     write_result,
 )
+from engine.workload.statistics import MIN_PAIRS
 
 MAX_SHOWN_STEPS = 40
 Run = Callable[[Experiment], None]
@@ -136,7 +139,7 @@ def duration(seconds: float) -> str:
 # A result -----------------------------------------------------------------------------------------------------------------
 
 
-def result_view(result: ExperimentResult, name: str, theme: Theme, library: RunLibrary) -> None:
+def result_view(result: ExperimentResult, name: str, theme: Theme, library: RunLibrary, run: Run, *, disabled: bool) -> None:
     """Everything of one result: what differs, the charts, its steps, and the ways to take it elsewhere."""
     st.header(result.experiment.title, divider="gray")
     if result.experiment.about:
@@ -146,6 +149,7 @@ def result_view(result: ExperimentResult, name: str, theme: Theme, library: RunL
         st.warning(text)
     found = differences(result)
     table(result, found)
+    sure_view(result, found, run, disabled)
     alts = {TIMELINES: experiment_timelines_alt(result.shown), RATIOS: experiment_ratios_alt(found)}
     drawn = charts(result, theme)
     small = []
@@ -186,7 +190,7 @@ def table(result: ExperimentResult, found: Sequence[Difference]) -> None:
         rows.append({"number": label, **medians, **({"meaning": " ".join(d.words for d in about)} if about else {})})
     st.subheader("What differs")
     st.caption(
-        f"Median of {result.repetitions} repetitions (lowest to highest). Counted numbers are exact; a timed one "
+        f"Median of {repetitions_text(result.repetitions)} (lowest to highest). Counted numbers are exact; a timed one "
         f"differs only where repeating confirms it."
     )
     st.table(rows, border="horizontal", hide_index=True)
@@ -198,6 +202,24 @@ def table(result: ExperimentResult, found: Sequence[Difference]) -> None:
         with st.expander(f"Expected by counting: {held} of {len(outcomes)} hold", expanded=held < len(outcomes)):
             for outcome in outcomes:
                 st.markdown(f"{'✓' if outcome.holds else '✗'} {outcome.text}")
+
+
+def sure_view(result: ExperimentResult, found: Sequence[Difference], run: Run, disabled: bool) -> None:
+    """How far the table can be trusted, and the way to know more where it says that it can't tell."""
+    if not found:
+        return
+    with st.expander("How sure is this?"):
+        for text in HOW_SURE:
+            st.markdown(text)
+    unclear = {difference.name for difference in found if difference.kind in ("not clear", "too few repetitions")}
+    more = min(max(2 * result.repetitions, 2 * MIN_PAIRS), MAX_REPETITIONS)
+    if not unclear or more <= result.repetitions:
+        return
+    with st.container(horizontal=True, vertical_alignment="center"):
+        numbers = "1 number is" if len(unclear) == 1 else f"{len(unclear)} numbers are"
+        st.markdown(f"{numbers} not clear. More repetitions tell smaller differences.", width="content")
+        if st.button(f"Run it with {more} repetitions", key="run more", disabled=disabled):
+            run(with_repetitions(result.experiment, more))
 
 
 @st.fragment

@@ -53,8 +53,8 @@ for waiting, target in (("experiment_next", "experiment_text"), ("view_next", "v
 
 st.title("Experiments")
 st.markdown(
-    "Change one thing, send the same requests to both, see what it costs. Every run starts on a fresh engine, the order "
-    "alternates, and a difference counts only when repeating confirms it."
+    "Change one thing, send the same requests to both, see what it costs. Every run starts on a fresh engine, the order is "
+    "shuffled, and a difference counts only when repeating confirms it."
 )
 own = running.of(lab.token)
 if own is not None and not own.runner.over:
@@ -75,7 +75,7 @@ if name:
         st.query_params.pop("result", None)
         st.rerun()
     try:
-        result_view(store.read(name), name, theme, library())
+        result_view(store.read(name), name, theme, library(), run, disabled=model is None)
     except (DataFileError, ValueError, OSError) as error:
         st.error(f"This result can't be shown: {error}")
     st.stop()

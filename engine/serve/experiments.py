@@ -4,8 +4,8 @@
 
     warm-up        A  B                 every variant once, left out of the result
     repetition 1   A  B
-    repetition 2   B  A                 the order alternates, so what drifts meets both alike
-    …
+    repetition 2   B  A                 each order as often as the other, shuffled, so that what drifts or comes and
+    …                                   goes meets both alike
 
 It works through ``EngineClient``, from pages, lessons and the terminal alike: the host gives the experiment's own lab the
 machine for itself (a lease; other labs wait and viewers hear of it twice a second only), and every run starts on a fresh

@@ -13,7 +13,7 @@
     workload: {…}                      # see engine.workload.spec: every variant gets the same requests
     objectives: {ttft: 2.0}            # seconds, for goodput
     repetitions: 5
-    seed: 0                            # of the bootstrap; the requests' seed is the workload's
+    seed: 0                            # of the order of the runs; the requests' seed is the workload's
     expect:                            # by counting, see engine.workload.claims
       - {measure: steps, variant: static, relation: more, than: continuous}
       - {measure: padding_rows, variant: continuous, at_most: 0}
@@ -22,10 +22,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from engine.core.config import EngineConfig
 from engine.core.trace import RequestTrace
@@ -176,13 +178,27 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def turns(experiment: Experiment) -> list[Turn]:
-    """All runs in their order: every repetition runs each variant once, and every other one in reverse (A B, B A, A B …)."""
+    """All runs in their order: every repetition runs each variant once, forwards (A B) or backwards (B A)."""
     names = [variant.name for variant in experiment.variants]
     return [
         Turn(repetition, name)
-        for repetition in range(experiment.repetitions)
-        for name in (names if repetition % 2 == 0 else reversed(names))
+        for repetition, forwards in enumerate(directions(experiment.repetitions, experiment.seed))
+        for name in (names if forwards else reversed(names))
     ]
+
+
+def directions(repetitions: int, seed: int = 0) -> list[bool]:
+    """Which repetitions run forwards: every other one, shuffled. Of an odd number one more runs forwards.
+
+    As many of each, so that what drifts steadily meets all variants alike; shuffled, so that what comes and goes in a rhythm
+    does too (Box, Hunter and Hunter, Statistics for Experimenters, 1978, chapter 4: randomised pairs). An order that happens
+    to alternate is drawn again: in A B, B A, A B … a rhythm of four runs meets the same variant each time.
+    """
+    rng = np.random.default_rng([seed, repetitions])
+    while True:
+        order = [bool(place % 2 == 0) for place in rng.permutation(repetitions)]
+        if repetitions < 4 or any(before == after for before, after in pairwise(order)):
+            return order
 
 
 def judge_all(experiment: Experiment, runs: Mapping[str, Run]) -> list[Outcome]:

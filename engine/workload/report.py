@@ -20,9 +20,10 @@ from engine.workload.results import (
     ExperimentResult,
     cautions,
     differences,
+    repetitions_text,
     spread_text,
 )
-from engine.workload.statistics import spread
+from engine.workload.statistics import ERROR_RATE, MIN_EFFECT, spread
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,16 @@ th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid #e3
 td.number { white-space: nowrap; font-variant-numeric: tabular-nums }
 pre { background: #f4f6f9; padding: 12px; overflow-x: auto; font-size: 13px }
 """
+HOW_SURE = f"""\
+Counted numbers (steps, padding, hits) are exact.
+Timed numbers vary from run to run, even when nothing is changed. So every repetition runs all variants, and they \
+must agree.
+A timed difference is clear when it is at least {100 * MIN_EFFECT:.0f} % and the repetitions agree better than by chance. \
+In brackets: the range in which the true difference lies, with at least 95 % confidence.
+All timed numbers are judged together. Where nothing differs, at most about {100 * ERROR_RATE:.0f} of 100 experiments call \
+anything clear.
+“Not clear” does not mean equal. More repetitions tell smaller differences.""".splitlines()
+"""How far a table of differences can be trusted, a paragraph each."""
 AGAIN = (
     "Save this as a .yaml file and it runs again: <code>inference-lab run FILE</code>, or open it on the Experiments page."
 )
@@ -96,8 +107,8 @@ def made_by(result: ExperimentResult) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(result.made)) if result.made else "date unknown"
     return (
         f"{model.get('title', 'unknown model')} ({model.get('weights', 'unknown weights')}) · {model.get('device', '?')} · "
-        f"{model.get('dtype', '?')} · {threads_text(model.get('threads'))} · {result.repetitions} measured "
-        f"{'repetition' if result.repetitions == 1 else 'repetitions'} in alternating order, warm-up left out · {when}"
+        f"{model.get('dtype', '?')} · {threads_text(model.get('threads'))} · "
+        f"{repetitions_text(result.repetitions)} in shuffled order, warm-up left out · {when}"
     )
 
 
@@ -127,7 +138,8 @@ def _differences(result: ExperimentResult) -> str:
             f"{html.escape(found.base)}: {spread_text(found.a, found.name)}{unit}</span></td>"
             f"<td>{html.escape(found.words)}</td></tr>"
         )
-    return f"<div class='wide'><table id='differences'>{''.join(rows)}</table></div>"
+    sure = "".join(f"<p class='quiet'>{html.escape(text)}</p>" for text in HOW_SURE)
+    return f"<div class='wide'><table id='differences'>{''.join(rows)}</table></div><div id='sure'>{sure}</div>"
 
 
 def _values(result: ExperimentResult) -> str:

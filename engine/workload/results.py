@@ -3,7 +3,7 @@
 A result is plain data in one JSON file that carries the experiment itself, so it can be read, drawn and run again anywhere.
 Numbers that are counted (steps, padding, hits) come out the same in every repetition where arrivals are in steps; numbers
 that are timed do not, so they are given as the median of the repetitions with their spread, and a difference is called one
-only when it stands out of the noise (``engine.workload.statistics``).
+only when it stands out of the noise (``engine.workload.statistics``); all timed numbers of a result are judged together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from engine.core.trace import RequestTrace, StepTrace
 from engine.workload.claims import MEASURES, Outcome, Run
 from engine.workload.datafile import parse, read_file
 from engine.workload.experiment import Caution, Conditions, Experiment, compatibility, conditions, judge_all
-from engine.workload.statistics import Comparison, Spread, compare_paired, spread
+from engine.workload.spec import WorkloadSpec
+from engine.workload.statistics import MIN_EFFECT, MIN_PAIRS, Comparison, Spread, compare_together, spread
 
 VERSION = 1
 SUFFIX = ".experiment.json"
@@ -374,8 +375,8 @@ def counts(requests: Sequence[RequestTrace], steps: Sequence[StepTrace]) -> dict
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One number of one variant beside the first variant's.
 
-    ``kind``: "clear", "within noise", "too few repetitions" (timed numbers); "counted" or "equal" where every repetition
-    counted the same; "no data".
+    ``kind``: "clear", "not clear", "too small" or "too few repetitions" (timed numbers, and counts that vary); "counted" or
+    "equal" where every repetition counted the same.
     """
 
     name: str
@@ -386,30 +387,54 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     b: Spread
     ratio: float | None = None
     interval: tuple[float, float] | None = None
-    """Of the ratio, 95 %."""
+    """Of the ratio, as it was judged: 95 % or more."""
     good: bool | None = None
     """Whether the difference is for the better; None where it can't be told."""
     words: str = ""
 
 
 def differences(result: ExperimentResult) -> list[Difference]:
-    """Every number of every other variant against the first one, in the order of ``NUMBERS``."""
+    """Every number of every other variant against the first one, in the order of ``NUMBERS``.
+
+    Timed numbers, and counts that vary, are judged together: the more of them, the surer each one must be.
+    """
     names = [variant.name for variant in result.experiment.variants]
-    found = []
+    found: dict[tuple[str, str], tuple[str, Comparison]] = {}
+    judged: dict[tuple[str, str], tuple[list[float | None], list[float | None]]] = {}
     for name in NUMBERS:
         for other in names[1:]:
-            difference = _difference(result, name, names[0], other)
-            if difference.kind != "no data":
-                found.append(difference)
-    return found
+            a, b = _paired(result, name, names[0], other)
+            if NUMBERS[name].counted and (kind := _counted(result.experiment.workload, a, b)):
+                found[name, other] = kind, compare_together([(a, b)])[0]
+            else:
+                judged[name, other] = a, b
+    for key, comparison in zip(judged, compare_together(list(judged.values())), strict=True):
+        found[key] = comparison.verdict, comparison
+    keys = [(name, other) for name in NUMBERS for other in names[1:] if found[name, other][1].pairs]
+    return [_difference(name, names[0], other, *found[name, other]) for name, other in keys]
 
 
-def _difference(result: ExperimentResult, name: str, base: str, other: str) -> Difference:
+def _paired(result: ExperimentResult, name: str, base: str, other: str) -> tuple[list[float | None], list[float | None]]:
     a, b = result.values(base, name), result.values(other, name)
     pairs = min(len(a), len(b))
-    comparison = compare_paired(a[:pairs], b[:pairs], result.experiment.seed)
-    kind = _kind(name, comparison)
-    high = comparison.difference is not None and comparison.difference > 0
+    return a[:pairs], b[:pairs]
+
+
+def _counted(workload: WorkloadSpec, a: Sequence[float | None], b: Sequence[float | None]) -> str:
+    """Whether a count needs no statistics: 'equal' or 'counted' where every repetition counted the same, else ''.
+
+    Where requests come by the clock, a count depends on how fast the machine happens to be: a few repetitions that agree
+    don't show that it is exact.
+    """
+    if len({*a}) != 1 or len({*b}) != 1 or None in (a[0], b[0]):
+        return ""
+    if a[0] == b[0]:
+        return "equal"
+    timed = workload.arrivals.unit == "seconds" or workload.stop.seconds is not None
+    return "" if timed and len(a) < MIN_PAIRS else "counted"
+
+
+def _difference(name: str, base: str, other: str, kind: str, found: Comparison) -> Difference:
     better = NUMBERS[name].better
     told = kind in ("clear", "counted") and better
     return Difference(
@@ -417,43 +442,70 @@ def _difference(result: ExperimentResult, name: str, base: str, other: str) -> D
         variant=other,
         base=base,
         kind=kind,
-        a=comparison.a,
-        b=comparison.b,
-        ratio=comparison.ratio,
-        interval=comparison.ratio_interval,
-        good=(high == (better == "more")) if told else None,
-        words=_words(name, base, other, kind, comparison),
+        a=found.a,
+        b=found.b,
+        ratio=found.ratio,
+        interval=found.ratio_interval,
+        good=(found.higher == (better == "more")) if told else None,
+        words=_words(name, base, other, kind, found),
     )
 
 
-def _kind(name: str, found: Comparison) -> str:
-    if not found.pairs:
-        return "no data"
-    if NUMBERS[name].counted and found.a.low == found.a.high and found.b.low == found.b.high:
-        return "equal" if found.a.median == found.b.median else "counted"
-    return found.verdict
-
-
 def _words(name: str, base: str, other: str, kind: str, found: Comparison) -> str:
-    """One sentence: what the difference means, or that there is none to speak of."""
+    """One sentence: what the difference means and how sure its size is, or that there is none to speak of."""
     number = NUMBERS[name]
     if kind == "equal":
         return f"The same as with {base}."
-    if kind == "within noise":
-        return "Within noise: repeating does not confirm a difference."
+    if kind == "too small":
+        return f"No difference that matters: less than {100 * MIN_EFFECT:.0f} % either way."
+    if kind == "not clear":
+        low, high = _ends(found, number)
+        return f"Not clear: {found.pairs} repetitions leave anything from {low} to {high} possible."
     if kind == "too few repetitions":
-        return f"{found.pairs} {'repetition is' if found.pairs == 1 else 'repetitions are'} too few to tell it from noise."
-    high = (found.difference or 0.0) > 0
-    meaning = number.higher if high else number.lower
-    return f"With {other}, {meaning}: {times(found, number)} {base}."
+        few = f"{found.pairs} {'repetition is' if found.pairs == 1 else 'repetitions are'} too few"
+        return f"{few} to tell it from noise: run at least {MIN_PAIRS}."
+    meaning = number.higher if found.higher else number.lower
+    return f"With {other}, {meaning}: {times(found, number)} {base}{_range(found) if kind == 'clear' else ''}."
+
+
+def _ends(found: Comparison, number: Number) -> tuple[str, str]:
+    """Both ends of the interval in words: '8 % less', '2.80 ×', '3 ms more'."""
+    if found.ratio_interval is not None:
+        low, high = (_factor(end) for end in found.ratio_interval)
+        return low, high
+    low, high = (_amount(end, number) for end in found.difference_interval or (0.0, 0.0))
+    return low, high
+
+
+def _factor(ratio: float) -> str:
+    percent = f"{100 * abs(ratio - 1):.0f} %"
+    if percent == "0 %":
+        return "the same"
+    if ratio >= 1.5:
+        return f"{ratio:,.2f} ×"
+    return f"{percent} {'more' if ratio > 1 else 'less'}"
+
+
+def _amount(difference: float, number: Number) -> str:
+    amount = f"{abs(difference) * number.scale:,.{number.digits}f}{' ' if number.unit else ''}{number.unit}"
+    return f"{amount} {'more' if difference > 0 else 'less'}"
+
+
+def _range(found: Comparison) -> str:
+    """' (12 to 29 %)', ' (1.81 to 2.20 ×)': the interval in the unit of ``times``; '' where all pairs agree."""
+    if found.ratio is None or found.ratio_interval is None:
+        return ""
+    if found.ratio >= 1.5:
+        low, high = (f"{end:,.2f}" for end in found.ratio_interval)
+        return f" ({low} to {high} ×)" if low != high else ""
+    low, high = (f"{end:.0f}" for end in sorted(100 * abs(end - 1) for end in found.ratio_interval))
+    return f" ({low} to {high} %)" if low != high else ""
 
 
 def times(found: Comparison, number: Number) -> str:
     """'1.62 × that with', '12 % less than with', '14 more than with'."""
     if found.ratio is None:
-        difference = found.difference or 0.0
-        amount = f"{abs(difference) * number.scale:,.{number.digits}f}{' ' if number.unit else ''}{number.unit}"
-        return f"{amount} {'more' if difference > 0 else 'less'} than with"
+        return f"{_amount(found.difference or 0.0, number)} than with"
     if found.ratio >= 1.5:
         return f"{found.ratio:,.2f} × that with"
     percent = 100 * abs(found.ratio - 1)
@@ -480,6 +532,11 @@ def spreads(result: ExperimentResult, variant: str) -> dict[str, Spread]:
     return {name: spread(result.values(variant, name)) for name in NUMBERS}
 
 
+def repetitions_text(count: int) -> str:
+    """'1 repetition', '5 repetitions'."""
+    return f"{count} repetition{'' if count == 1 else 's'}"
+
+
 def with_repetitions(experiment: Experiment, repetitions: int) -> Experiment:
     """The same experiment, measured so many times.
 
@@ -501,9 +558,13 @@ def text_report(result: ExperimentResult) -> str:
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = [result.experiment.title, ""]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    told = [f"  {NUMBERS[d.name].label}: {d.words}" for d in differences(result) if d.kind in ("clear", "counted")]
+    differing = differences(result)
+    told = [f"  {NUMBERS[d.name].label}: {d.words}" for d in differing if d.kind in ("clear", "counted")]
     if told:
         lines += ["", "What differs:", *told]
+    unclear = list(dict.fromkeys(NUMBERS[d.name].label for d in differing if d.kind in ("not clear", "too few repetitions")))
+    if unclear:
+        lines += ["", f"Not clear with {repetitions_text(result.repetitions)}: {'; '.join(unclear)}."]
     outcomes = result.outcomes()
     if outcomes:
         lines += ["", "Expected, by counting:", *(f"  {'holds' if o.holds else 'FAILS'}  {o.text}" for o in outcomes)]

@@ -1,22 +1,31 @@
-"""Is a difference real? Medians, their spread, and the decision "within noise", for a handful of repetitions.
+"""Is a difference real? Medians, their spread, and a verdict on each number, for a handful of repetitions.
 
-An experiment runs its variants in turn (A B, B A, A B …), so what drifts on the machine (heat, other programs) meets both
-alike. Each repetition gives one pair of values, and the pairs are compared:
+An experiment runs its variants in a shuffled order (``engine.workload.experiment.directions``), so what drifts or comes and
+goes on the machine (heat, other programs) meets all alike. Each repetition gives a pair of values; the pairs are compared:
 
-1. the effect is the median over the repetitions of b / a (a ratio), or of b − a where a ratio has no meaning;
-2. its 95 % interval comes from the percentile bootstrap: the pairs are drawn again with replacement, 2,000 times, from a
-   seed (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13);
-3. a difference is **clear** when there are at least 5 pairs, the interval holds no "no change", and the effect is at least
-   1 %. Otherwise it is **within noise**; with fewer than 5 pairs there are **too few repetitions** to tell.
+1. **How much?** The geometric mean of b / a over the pairs (Fleming and Wallace, How not to lie with statistics: the correct
+   way to summarize benchmark results, 1986), or the mean of b − a where a value is zero or negative.
+2. **How sure?** Student's t of the pairs' logarithms (or of b − a), which knows that few pairs say little (Georges, Buytaert
+   and Eeckhout, Statistically rigorous Java performance evaluation, 2007, section 3). An experiment judges about a dozen
+   numbers, and one of a dozen is often far off by chance. So they are judged together, by Holm's step-down method (A simple
+   sequentially rejective multiple test procedure, 1979): the surest of m numbers must pass at 5 % / m, the next at
+   5 % / (m − 1), and so on until one fails.
+3. **Does it matter?** Under ``MIN_EFFECT`` it does not.
 
-With 5 pairs and no real difference all five point the same way in 1 of 16 cases: read "clear" after 5 as a strong hint, and
-repeat more for proof.
+A difference is **clear** when its number passes and it is at least ``MIN_EFFECT``. It is **too small** when its whole
+interval lies within ± ``MIN_EFFECT`` (two one-sided tests; Schuirmann, 1987). Otherwise it is **not clear**; with fewer
+than ``MIN_PAIRS`` pairs there are **too few repetitions**. The interval that is shown is the one of the level at which the
+number was judged, at least 95 %: it leaves out "no change" exactly where the number passes.
+
+Where nothing differs, at most about 5 of 100 experiments call anything clear. ``tests/workload/noise.py`` measures that
+under several kinds of noise; ``docs/measurements.md`` holds the table.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -26,12 +35,12 @@ from engine.workload.check import WorkloadError, whole
 
 MIN_PAIRS = 5
 """Fewer repetitions than this never call a difference clear."""
-MIN_EFFECT = 0.01
-"""Relative differences under this are within noise, however steady: timing is no better on a shared machine."""
-RESAMPLES = 2000
-CONFIDENCE = 0.95
+MIN_EFFECT = 0.03
+"""The smallest difference that matters, relative: 1.03 times as much, or as little."""
+ERROR_RATE = 0.05
+"""How often an experiment in which nothing differs may call anything clear."""
 
-Verdict = Literal["clear", "within noise", "too few repetitions", "no data"]
+Verdict = Literal["clear", "not clear", "too small", "too few repetitions", "no data"]
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +59,43 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         return self.q3 - self.q1 if self.q1 is not None and self.q3 is not None else None
 
 
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pairs of one number say, before it is judged.
+
+    ``mean`` and ``error`` (standard error) are of ln(b / a) where ``relative``, else of b − a; ``margin`` is the smallest
+    difference that matters, on the same scale.
+    """
+
+    pairs: int
+    mean: float
+    error: float
+    margin: float
+    relative: bool
+
+    @property
+    def p_value(self) -> float:
+        """How often chance alone gives a mean this far from 0; 1 where there are too few pairs to say."""
+        if self.pairs < MIN_PAIRS or self.mean == 0.0:
+            return 1.0
+        return t_tail(abs(self.mean) / self.error, self.pairs - 1) if self.error else 0.0
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """Of the mean, at confidence 1 − ``level``."""
+        reach = self.error * t_critical(level, self.pairs - 1)
+        return self.mean - reach, self.mean + reach
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """The verdict on one number, and the interval of its mean by which it was judged; None with too few pairs."""
+
+    verdict: Verdict
+    interval: tuple[float, float] | None = None
+
+
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How b differs from a: ``difference`` b − a, ``ratio`` b / a, and their 95 % intervals; None where undefined."""
+    """How b differs from a: ``difference`` b − a (mean), ``ratio`` b / a (geometric mean), with the intervals by which they
+    were judged; None where undefined. The difference's interval is given only where there is no ratio.
+    """
 
     pairs: int
     a: Spread
@@ -63,19 +107,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict = "no data"
 
     @property
-    def words(self) -> str:
-        """The result as a sentence."""
-        if self.verdict == "no data":
-            return "There is nothing to compare."
-        if self.verdict == "too few repetitions":
-            return f"{self.pairs} repetitions are too few to tell a difference from noise: run at least {MIN_PAIRS}."
-        if self.verdict == "within noise":
-            return "The difference is within noise."
-        if self.ratio is None or self.ratio_interval is None:
-            assert self.difference is not None
-            return f"b is {'higher' if self.difference > 0 else 'lower'} by {abs(self.difference):.3g}."
-        low, high = self.ratio_interval
-        return f"b is {self.ratio:.2f} × a (95 % interval {low:.2f} to {high:.2f})."
+    def higher(self) -> bool:
+        """Whether b is more than a."""
+        return self.ratio > 1.0 if self.ratio is not None else (self.difference or 0.0) > 0.0
 
 
 def spread(values: Sequence[float | None]) -> Spread:
@@ -91,100 +125,130 @@ def spread(values: Sequence[float | None]) -> Spread:
     return Spread(count=int(known.size), median=median, q1=q1, q3=q3, low=float(known.min()), high=float(known.max()))
 
 
-def bootstrap_interval(
-    values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES, confidence: float = CONFIDENCE
-) -> tuple[float, float] | None:
-    """Percentile-bootstrap interval of the median; None without values. The same seed gives the same interval."""
-    whole("resamples", resamples, 10, 1_000_000)
-    known = _known(values)
-    if not known.size:
-        return None
-    rng = np.random.default_rng([seed, known.size])
-    picks = rng.integers(known.size, size=(resamples, known.size))
-    medians = np.median(known[picks], axis=1)
-    tail = 100 * (1 - confidence) / 2
-    low, high = np.percentile(medians, (tail, 100 - tail))
-    return float(low), float(high)
+# Student's t --------------------------------------------------------------------------------------------------------------
 
 
-def compare_paired(a: Sequence[float | None], b: Sequence[float | None], seed: int = 0) -> Comparison:
-    """Compare repetitions that ran in turn: ``a[i]`` and ``b[i]`` belong together; pairs with a None are left out.
+def t_tail(t: float, freedom: int) -> float:
+    """The chance of a Student's t beyond ± ``t`` with a whole number of degrees of freedom.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term = total = 1.0 if not odd else math.cos(angle)
+    for k in range(3 if odd else 2, freedom - 1, 2):
+        term *= (k - 1) / k * math.cos(angle) ** 2
+        total += term
+    inside = math.sin(angle) * total
+    if odd:
+        inside = 2 / math.pi * (angle + (inside if freedom > 1 else 0.0))
+    return max(0.0, 1.0 - inside)
+
+
+@lru_cache(maxsize=4096)
+def t_critical(level: float, freedom: int) -> float:
+    """The t beyond ± of which lies ``level`` of Student's distribution."""
+    low, high = 0.0, 1.0
+    while t_tail(high, freedom) > level:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tail(middle, freedom) > level else (low, middle)
+    return high
+
+
+# The verdict --------------------------------------------------------------------------------------------------------------
+
+
+def estimate(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """What pairs say of one number; ``a[i]`` and ``b[i]`` belong together, at least one pair, all finite."""
+    relative = min(a) > 0 and min(b) > 0
+    if relative:
+        changes = [math.log(y) - math.log(x) for x, y in zip(a, b, strict=True)]
+        margin = math.log1p(MIN_EFFECT)
+    else:
+        changes = [y - x for x, y in zip(a, b, strict=True)]
+        margin = MIN_EFFECT * max(abs(_median(a)), abs(_median(b)))
+    count = len(changes)
+    mean = math.fsum(changes) / count
+    squares = math.fsum((change - mean) ** 2 for change in changes)
+    error = math.sqrt(squares / (count - 1) / count) if count > 1 else math.inf
+    return Estimate(pairs=count, mean=mean, error=error, margin=margin, relative=relative)
+
+
+def judge_together(family: Sequence[Estimate]) -> list[Judgement]:
+    """One verdict on each number of an experiment, all of them together (see the module)."""
+    judged = sorted((i for i, one in enumerate(family) if one.pairs >= MIN_PAIRS), key=lambda i: family[i].p_value)
+    found = [Judgement("too few repetitions")] * len(family)
+    passing = True
+    level = ERROR_RATE
+    for place, i in enumerate(judged):
+        if passing:
+            level = ERROR_RATE / (len(judged) - place)
+            passing = family[i].p_value <= level
+        found[i] = Judgement(_verdict(family[i], passing, level), family[i].interval(level))
+    return found
+
+
+def _verdict(one: Estimate, passes: bool, level: float) -> Verdict:
+    low, high = one.interval(level)
+    # Equal factors differ in their last digit: a difference of exactly the margin is meant to count.
+    if passes and abs(one.mean) >= one.margin * (1 - 1e-9):
+        return "clear"
+    return "too small" if -one.margin <= low and high <= one.margin else "not clear"
+
+
+def compare_together(family: Sequence[tuple[Sequence[float | None], Sequence[float | None]]]) -> list[Comparison]:
+    """Compare the numbers of one experiment: each as values of a and of b by repetition; pairs with a None are left out.
 
     Raises:
         WorkloadError: different lengths, or a value is NaN or infinite.
     """
-    if len(a) != len(b):
-        raise WorkloadError(f"{len(a)} repetitions of a and {len(b)} of b are no pairs: compare as many of each")
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-    firsts, seconds = [x for x, _ in pairs], [y for _, y in pairs]
-    if not pairs:
-        return Comparison(pairs=0, a=spread(a), b=spread(b))
-    differences = [y - x for x, y in pairs]
-    ratios = [y / x for x, y in pairs] if all(x > 0 and y > 0 for x, y in pairs) else []
-    interval, ratio_interval = bootstrap_interval(differences, seed), bootstrap_interval(ratios, seed)
-    difference = float(np.median(differences))
-    ratio = float(np.median(ratios)) if ratios else None
-    return Comparison(
-        pairs=len(pairs),
-        a=spread(firsts),
-        b=spread(seconds),
-        difference=difference,
-        difference_interval=interval,
-        ratio=ratio,
-        ratio_interval=ratio_interval,
-        verdict=_verdict(len(pairs), difference, interval, ratio, ratio_interval, spread(firsts).median or 0.0),
-    )
+    paired = [_pairs(a, b) for a, b in family]
+    estimates = [estimate(*each) for each in paired if each[0]]
+    judged = iter(zip(estimates, judge_together(estimates), strict=True))
+    return [_comparison(a, b, *next(judged)) if a else Comparison(pairs=0, a=spread(()), b=spread(())) for a, b in paired]
 
 
-def compare_unpaired(a: Sequence[float | None], b: Sequence[float | None], seed: int = 0) -> Comparison:
-    """Compare two sets of repetitions that did not run in turn (saved results): the medians, each drawn again by itself.
+def compare_paired(a: Sequence[float | None], b: Sequence[float | None]) -> Comparison:
+    """Compare one number alone, as ``compare_together`` does with several.
 
     Raises:
-        WorkloadError: a value is NaN or infinite.
+        WorkloadError: different lengths, or a value is NaN or infinite.
     """
-    first, second = _known(a), _known(b)
-    if not first.size or not second.size:
-        return Comparison(pairs=0, a=spread(a), b=spread(b))
-    rng = np.random.default_rng([seed, first.size, second.size])
-    of_a = np.median(first[rng.integers(first.size, size=(RESAMPLES, first.size))], axis=1)
-    of_b = np.median(second[rng.integers(second.size, size=(RESAMPLES, second.size))], axis=1)
-    tails = (100 * (1 - CONFIDENCE) / 2, 100 * (1 + CONFIDENCE) / 2)
-    low, high = (float(x) for x in np.percentile(of_b - of_a, tails))
-    median_a, median_b = float(np.median(first)), float(np.median(second))
-    ratio, ratio_interval = None, None
-    if first.min() > 0 and second.min() > 0:
-        ratio = median_b / median_a
-        ratio_low, ratio_high = (float(x) for x in np.percentile(of_b / of_a, tails))
-        ratio_interval = (ratio_low, ratio_high)
-    fewest, difference = int(min(first.size, second.size)), median_b - median_a
+    return compare_together([(a, b)])[0]
+
+
+def _pairs(a: Sequence[float | None], b: Sequence[float | None]) -> tuple[list[float], list[float]]:
+    if len(a) != len(b):
+        raise WorkloadError(f"{len(a)} repetitions of a and {len(b)} of b are no pairs: compare as many of each")
+    both = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    return [float(x) for x in _known([x for x, _ in both])], [float(y) for y in _known([y for _, y in both])]
+
+
+def _comparison(a: list[float], b: list[float], found: Estimate, judged: Judgement) -> Comparison:
+    interval = judged.interval
     return Comparison(
-        pairs=fewest,
+        pairs=found.pairs,
         a=spread(a),
         b=spread(b),
-        difference=difference,
-        difference_interval=(low, high),
-        ratio=ratio,
-        ratio_interval=ratio_interval,
-        verdict=_verdict(fewest, difference, (low, high), ratio, ratio_interval, median_a),
+        difference=math.fsum(y - x for x, y in zip(a, b, strict=True)) / len(a),
+        difference_interval=None if found.relative else interval,
+        ratio=math.exp(found.mean) if found.relative else None,
+        ratio_interval=(_exp(interval[0]), _exp(interval[1])) if found.relative and interval else None,
+        verdict=judged.verdict,
     )
 
 
-def _verdict(
-    count: int,
-    difference: float,
-    interval: tuple[float, float] | None,
-    ratio: float | None,
-    ratio_interval: tuple[float, float] | None,
-    base: float,
-) -> Verdict:
-    if count < MIN_PAIRS:
-        return "too few repetitions"
-    if ratio is not None and ratio_interval is not None:
-        clear = not ratio_interval[0] <= 1.0 <= ratio_interval[1] and abs(ratio - 1.0) >= MIN_EFFECT
-    else:
-        assert interval is not None
-        clear = not interval[0] <= 0.0 <= interval[1] and abs(difference) >= MIN_EFFECT * abs(base)
-    return "clear" if clear else "within noise"
+def _exp(value: float) -> float:
+    """The exponential, within what a file can hold."""
+    return math.exp(min(max(value, -600.0), 600.0))
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def ecdf(values: Sequence[float | None], most: int = 500) -> list[tuple[float, float]]:

@@ -95,6 +95,7 @@ def test_curves_rise_to_all_and_medians_are_named():
 
 def test_ratios_are_symmetric_around_one_and_filled_only_where_clear(result):
     found = differences(result)
+    assert all(d.interval is None for d in found if d.kind == "too few repetitions")
     figure = experiment_ratios(found, LIGHT)
     low, high = figure["layout"]["xaxis"]["range"]
     assert low == -high

@@ -8,6 +8,7 @@ import io
 import msgspec
 import pytest
 
+from engine.workload.arrivals import Arrivals
 from engine.workload.datafile import DataFileError
 from engine.workload.results import (
     COUNTED,
@@ -57,13 +58,58 @@ def test_what_rises_is_bad_where_less_is_better():
     assert found[0].words == "With continuous, a typical user waits longer for the first token: 20 % more than with static."
 
 
-def test_noise_and_too_few_repetitions_are_named():
-    noise = differences(synthetic({"ttft_p50": [1.0, 2.0, 1.5, 1.2, 1.8]}, {"ttft_p50": [1.6, 1.1, 1.9, 1.3, 1.4]}))
-    assert (noise[0].kind, noise[0].good) == ("within noise", None)
-    assert "Within noise" in noise[0].words
-    few = differences(synthetic({"ttft_p50": [1.0, 1.0]}, {"ttft_p50": [2.0, 2.0]}))
-    assert few[0].kind == "too few repetitions"
-    assert few[0].words.startswith("2 repetitions are too few")
+def test_how_sure_the_size_is_stands_in_brackets():
+    base = [1.0, 1.2, 1.1, 1.05, 1.3]
+    (slower,) = differences(
+        synthetic({"ttft_p50": base}, {"ttft_p50": [x * y for x, y in zip(base, (1.2, 1.22, 1.18, 1.2, 1.2), strict=True)]})
+    )
+    low, high = (100 * (end - 1) for end in slower.interval)
+    assert slower.words.endswith(f": 20 % more than with static ({low:.0f} to {high:.0f} %).") and low < 19 < 21 < high
+    (faster,) = differences(
+        synthetic({"ttft_p50": base}, {"ttft_p50": [x * y for x, y in zip(base, (0.5, 0.52, 0.5, 0.5, 0.48), strict=True)]})
+    )
+    assert faster.words.endswith(": 50 % less than with static (48 to 52 %).")
+    (twice,) = differences(
+        synthetic({"ttft_p50": base}, {"ttft_p50": [x * y for x, y in zip(base, (2, 2.1, 2, 2, 1.9), strict=True)]})
+    )
+    assert twice.words.endswith(": 2.00 × that with static (1.91 to 2.09 ×).")
+
+
+def test_what_is_not_clear_says_what_remains_possible():
+    (noise,) = differences(synthetic({"ttft_p50": [1.0, 2.0, 1.5, 1.2, 1.8]}, {"ttft_p50": [1.6, 1.1, 1.9, 1.3, 1.4]}))
+    assert (noise.kind, noise.good) == ("not clear", None)
+    low, high = noise.interval
+    assert low < 1 < high
+    less, factor = f"{100 * (1 - low):.0f} % less", f"{high:.2f} ×"
+    assert noise.words == f"Not clear: 5 repetitions leave anything from {less} to {factor} possible."
+    (shares,) = differences(synthetic({"attainment": [0.0, 0.5, 1.0, 0.5, 0.5]}, {"attainment": [1.0, 0.5, 0.0, 0.5, 0.5]}))
+    assert "from 87.8 % less to 87.8 % more possible" in shares.words
+
+
+def test_a_difference_too_small_to_matter_is_told_from_one_that_is_not_clear():
+    (small_one,) = differences(synthetic({"ttft_p50": [1.0] * 5}, {"ttft_p50": [1.01, 1.012, 1.009, 1.01, 1.01]}))
+    assert (small_one.kind, small_one.good) == ("too small", None)
+    assert small_one.words == "No difference that matters: less than 3 % either way."
+
+
+def test_too_few_repetitions_are_named():
+    (few,) = differences(synthetic({"ttft_p50": [1.0, 1.0]}, {"ttft_p50": [2.0, 2.0]}))
+    assert (few.kind, few.interval) == ("too few repetitions", None)
+    assert few.words == "2 repetitions are too few to tell it from noise: run at least 5."
+
+
+def test_all_timed_numbers_are_judged_together_and_exact_counts_are_not_among_them():
+    base = [1.0] * 5
+    unsure = [1.1, 1.3, 1.2, 1.25, 1.05]  # p = 0.018 alone
+    noise = [1.1, 0.9, 1.05, 0.95, 1.0]
+    counted = {name: [10.0] * 5 for name in COUNTED}
+    alone = differences(synthetic({"ttft_p50": base, **counted}, {"ttft_p50": unsure, **counted}))
+    assert {d.name: d.kind for d in alone} == {"ttft_p50": "clear", **dict.fromkeys(COUNTED, "equal")}
+    others = ("ttft_p95", "tpot_p50", "itl_p95")
+    among = differences(
+        synthetic({"ttft_p50": base, **dict.fromkeys(others, base)}, {"ttft_p50": unsure, **dict.fromkeys(others, noise)})
+    )
+    assert {d.kind for d in among} == {"not clear"}
 
 
 def test_what_is_counted_needs_no_repetitions():
@@ -80,7 +126,19 @@ def test_what_is_counted_needs_no_repetitions():
 
 def test_counts_that_vary_are_treated_as_measured():
     found = differences(synthetic({"steps": [10.0, 11, 12, 13, 14]}, {"steps": [11.0, 10, 14, 12, 13]}))
-    assert found[0].kind == "within noise"
+    assert found[0].kind == "not clear"
+
+
+def test_counts_that_follow_the_clock_are_exact_only_when_enough_repetitions_agree():
+    """One run each on a busy machine: 101 steps and 99 are no difference between the variants."""
+
+    def kind(repetitions: int, unit: str) -> str:
+        found = synthetic({"steps": [101.0] * repetitions}, {"steps": [99.0] * repetitions})
+        workload = msgspec.structs.replace(found.experiment.workload, arrivals=Arrivals(unit=unit))
+        timed = msgspec.structs.replace(found.experiment, workload=workload)
+        return differences(msgspec.structs.replace(found, experiment=timed))[0].kind
+
+    assert [kind(1, "steps"), kind(1, "seconds"), kind(5, "seconds")] == ["counted", "too few repetitions", "counted"]
 
 
 def test_undefined_numbers_are_left_out():
@@ -175,3 +233,4 @@ def test_csv_has_a_line_for_every_number_and_no_formulas(result):
 def test_the_terminal_s_report_tells_numbers_differences_and_expectations(result):
     text = text_report(result)
     assert "Steps" in text and "holds" in text and "With continuous, fewer passes over the weights" in text
+    assert "Not clear with 3 repetitions: Time for all requests;" in text

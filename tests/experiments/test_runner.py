@@ -57,7 +57,7 @@ class FakePlace:
         self.closed += 1
 
 
-def test_a_warm_up_comes_first_and_the_order_alternates():
+def test_a_warm_up_comes_first_and_both_orders_are_run():
     place, heard = FakePlace(), []
     found = ExperimentRunner(small("static-continuous", repetitions=3), place, on_progress=heard.append).run()
     a, b = "static", "continuous"

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from engine.workload.experiment import (
     compatibility,
     conditions,
     describe_load,
+    directions,
     judge_all,
     load_experiments,
     parse_experiment,
@@ -99,12 +102,20 @@ def test_a_written_experiment_is_the_same_file_again(experiment, tmp_path):
     assert to_yaml(again) == to_yaml(experiment)
 
 
-def test_repetitions_alternate_their_order():
+def test_repetitions_run_forwards_or_backwards():
     variants = (Variant(name="A"), Variant(name="B"), Variant(name="C"))
     workload = WorkloadSpec(stop=Stop(requests=1))
     order = turns(Experiment(id="x", title="x", variants=variants, workload=workload, repetitions=3))
     assert "".join(turn.variant for turn in order) == "ABCCBAABC"
     assert [turn.repetition for turn in order] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@given(st.integers(1, 100), st.integers(0, 2**32 - 1))
+def test_each_order_comes_as_often_as_the_other_and_in_no_rhythm(repetitions, seed):
+    order = directions(repetitions, seed)
+    assert sum(order) == (repetitions + 1) // 2 and len(order) == repetitions
+    assert order == directions(repetitions, seed)
+    assert repetitions < 4 or any(a == b for a, b in pairwise(order))
 
 
 GOOD = """\
