@@ -32,8 +32,8 @@ help: ## this list
 lab: $(VENV)/.runtime ## start the lab in the browser (MODEL= DEVICE= DTYPE= HOST= PORT= THREADS=)
 	@exec $(PY) -m engine.cli lab $(LAB_OPTIONS)
 
-doctor: $(VENV)/.runtime ## versions, devices, model, memory, and what to do about each problem
-	@exec $(PY) -m engine.cli doctor $(if $(PORT),--port "$(PORT)")
+doctor: $(VENV)/.runtime ## versions, devices, model, memory, and what to do about each problem (MODEL= PORT=)
+	@exec $(PY) -m engine.cli doctor $(if $(PORT),--port "$(PORT)") $(if $(MODEL),--model "$(MODEL)")
 
 test: $(VENV)/.test ## every test that needs neither a browser nor a GPU
 	@echo "Running the tests."

