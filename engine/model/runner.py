@@ -2,19 +2,18 @@
 
 ::
 
-    StepBatch ─ prepare ─▶ flat token ids, positions, spans, plan of attention
+    StepBatch ─ prepare ─▶ flat token ids, positions, plan of attention
                 forward ─▶ hidden states of the last position of each piece of work ─ finite? ─▶ logits of those that sample
                 sample  ─▶ StepResult
 
-A GPU is asked for all of it at once (``submit``), and the host looks at the tokens later (``collect``). Until then they are
-known to the GPU alone, which is enough for the next step: a token that the host doesn't know yet is put in on the device::
+A GPU is asked for all of it at once (``submit``), and the host looks at the tokens later (``collect``). It keeps the state
+of each request by itself (``engine.model.state``), the newest token included, so the next step can be asked for meanwhile::
 
-    submit step 5 ─▶ tokens of 5 stay on the device ─┬─▶ submit step 6: PENDING ids are gathered from them
-                                                     └─▶ copied back beside the queue ─▶ collect step 5
+    submit step 5 ─▶ tokens of 5 go to the requests' state ─┬─▶ submit step 6, which reads them there
+                                                            └─▶ copied back beside the queue ─▶ collect step 5
 
 A step that is nothing but decodes runs as a CUDA graph where there are graphs (``engine.model.graphs``); all others, and
-everything on a CPU, run call by call. Sampling that looks at numbers on the host (penalties, candidates, top-k, top-p,
-min-p, ``min_tokens``) makes ``submit`` wait for the device.
+everything on a CPU, run call by call.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import torch
 from engine.core.config import EngineConfig
 from engine.core.outputs import TextCodec
 from engine.core.request import Request
-from engine.core.runner import PENDING, StepBatch, StepResult, Work
+from engine.core.runner import StepBatch, StepResult, Work
 from engine.model.attention import Attention, Plan, Span
 from engine.model.backend import Backend, BackendInfo, choose_backend
 from engine.model.device import Device, Fetch, device_of
@@ -42,14 +41,14 @@ from engine.model.graphs import (
     DecodeGraphs,
     DecodeStep,
     ResidentAttention,
-    decode_rows,
     estimated_graph_bytes,
-    place_of,
+    kind_of_decode,
 )
 from engine.model.memory import explained, ran_out
-from engine.model.sampler import Sampled, Sampler, choose, draw_of, needs_sampler
+from engine.model.sampler import Sampler, Sampling, choose, needs_sampler
 from engine.model.selfcheck import Verdict
 from engine.model.staging import Uploads
+from engine.model.state import RequestState
 from engine.model.stepclock import StepClock
 from engine.model.transformer import Transformer
 
@@ -68,8 +67,10 @@ class _Prepared:
     """Pieces of work that need logits; None: all of them."""
     spread: torch.Tensor | None
     """Row of the logits for each sampling request; None: one each, in order. Forks of one prompt share a row."""
-    choice: tuple[torch.Tensor, ...] | None
-    """Temperatures and points for ``choose``, nothing if all are greedy; None: the sampler must look at the logits."""
+    seats: torch.Tensor | None
+    """Seat of each sampling request; None where the host keeps all state, and nothing samples."""
+    learners: Sequence[int] = ()
+    """``seats`` on the host."""
 
 
 @dataclass(slots=True)
@@ -84,8 +85,13 @@ class Flight:
     rows: int = 0
     places: Sequence[int] = ()
     """Row of each sampling request."""
-    sampled: Sampled | None = None
-    """What the sampler chose while the step was submitted; None: the tokens are among the numbers."""
+    sampling: Sampling | None = None
+    """What the sampler was asked for; None: the tokens are among the numbers."""
+    sampled: Sequence[Fetch] = ()
+    """Its numbers."""
+    turn: int = 0
+    learners: Sequence[int] = ()
+    """Seats of ``requests``, and the number by which the state knows the step."""
     flops: float = 0.0
     bytes: float = 0.0
 
@@ -144,10 +150,14 @@ class ModelRunner:
         self._uploads = Uploads(self.device, model.device) if self.device.asynchronous else None
         if self._uploads is not None:
             self.attention.upload = self._uploads.put
-        self.sampler = Sampler(codec.token_text if codec is not None else None)
-        self._last_tokens: torch.Tensor | None = None
-        self._places: dict[Request, int] = {}
-        """Whom the newest step samples for, and where in ``_last_tokens`` the token is."""
+        upload, waits = self.attention.upload, not self.device.asynchronous
+        self.sampler = Sampler(codec.token_text if codec is not None else None, upload, may_look=waits)
+        self.state: RequestState | None = None
+        """What the device keeps of requests; None where it is the host itself."""
+        if self.device.asynchronous:
+            self.state = RequestState(
+                config.max_num_seqs, config.max_model_len, config.block_size, model.device, upload, self.backend.fused
+            )
         self._members: set[Request] = set()
         self._in_flight, self._collected = 0, 0.0
         self._no_graphs = ""
@@ -190,7 +200,7 @@ class ModelRunner:
         """Give the memory of pool and graphs back; the runner can't be used any more."""
         self.device.finish()
         self.graphs = None  # before the pool, whose address they hold
-        self._last_tokens, self._places, self._members = None, {}, set()
+        self.state, self._members = None, set()
         self.attention.pool = None
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -199,12 +209,15 @@ class ModelRunner:
     def _warm_up(self) -> None:
         with self.device.scope(), self._uploading():
             self.attention.warm_up(self.config.max_model_len)
+            if self.state is not None:
+                self.state.warm_up()
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Capture the graphs of decode steps; without them, and a note why, where memory is short."""
         if self.backend.graphs is None:
             return None
-        model, config, attention = self.model, self.config, cast(ResidentAttention, self.attention)
+        model, config, attention, state = self.model, self.config, cast(ResidentAttention, self.attention), self.state
+        assert state is not None, "graphs are for devices of their own"
         needed, free = estimated_graph_bytes(model, config.max_num_seqs), available_bytes(model.device)
         lower = "lower num_kv_blocks or max_num_seqs"
         if free is not None and needed > free:
@@ -215,17 +228,12 @@ class ModelRunner:
             return None
         try:
             with self.device.scope():
-                buffers = DecodeBuffers(
-                    config.max_num_seqs,
-                    config.max_model_len,
-                    config.block_size,
-                    model.spec.vocab_size,
-                    model.device,
-                    self.device,
-                )
-                step = DecodeStep(model, attention, buffers, self.backend.fused)
                 longest = config.max_model_len
-                graphs = DecodeGraphs(step, buffers, self.backend.graphs(), lambda rows: attention.splits_for(rows, longest))
+                buffers = DecodeBuffers(config.max_num_seqs, model.spec.vocab_size, model.device)
+                step = DecodeStep(model, attention, state, buffers, longest, self.backend.fused)
+                graphs = DecodeGraphs(
+                    step, buffers, state, self.backend.graphs(), lambda rows: attention.splits_for(rows, longest)
+                )
                 graphs.capture()
                 return graphs
         except RuntimeError as error:
@@ -254,7 +262,12 @@ class ModelRunner:
             self.attention.copy_blocks(batch.copies)
             if not batch.work:
                 return Flight(clock)
-            flight = self._replay(batch, clock) or self._compute(batch, clock)
+            try:
+                flight = self._replay(batch, clock) or self._compute(batch, clock)
+            except Exception:
+                if self.state is not None:
+                    self.state.distrust()
+                raise
             flight.flops, flight.bytes = count_work(self.model, batch, with_cache=self.config.use_kv_cache)
             self._note(flight)
         return flight
@@ -266,13 +279,16 @@ class ModelRunner:
             return StepResult([])
         self._in_flight -= 1
         numbers: list[int] = flight.outcome.wait().tolist()
-        rows, sampled = flight.rows, flight.sampled
+        rows = flight.rows
         fine = numbers[2 * rows :] or numbers[:rows]
-        if sampled is not None:
+        if flight.sampling is not None:
+            sampled = flight.sampling.read([fetch.wait() for fetch in flight.sampled])
             tokens, logprobs, broken = sampled.tokens, sampled.logprobs, sampled.broken
         else:
             tokens, logprobs = [numbers[rows + place] for place in flight.places], None
             broken = [not numbers[place] for place in flight.places]
+        if self.state is not None:
+            self.state.learn(flight.turn, flight.learners, tokens)
         result = StepResult(tokens, logprobs, _nonfinite(flight, broken, fine), flops=flight.flops, bytes=flight.bytes)
         flight.clock.tell(result)
         self._collected = time.perf_counter()
@@ -284,7 +300,6 @@ class ModelRunner:
 
     def _note(self, flight: Flight) -> None:
         """Remember what the next step needs to know of this one."""
-        self._places = dict(zip(flight.requests, flight.places, strict=True))
         self._in_flight += 1
         if not self.device.asynchronous:
             return
@@ -297,80 +312,76 @@ class ModelRunner:
 
     def _replay(self, batch: StepBatch, clock: StepClock) -> Flight | None:
         """The step as a graph; None if it isn't one."""
-        graphs = self.graphs
-        found = decode_rows(batch, self._places) if graphs is not None else None
-        staged = graphs.stage(*found) if graphs is not None and found is not None else None
-        if graphs is None or staged is None:
+        graphs, state, kind = self.graphs, self.state, kind_of_decode(batch)
+        key = graphs.find(len(batch.work), kind) if graphs is not None and kind is not None else None
+        if graphs is None or state is None or key is None:
             return None
+        changes = state.plan(batch.work, resident_tokens=True)
         clock.start()
-        output = graphs.launch(staged)
+        state.apply(changes)
+        output = graphs.run(changes.seats, key)
         places = [place for place, work in enumerate(batch.work) if work.request is not None]
         requests = [request for work in batch.work for request in work.samples]
-        sampled = None
-        if output.logits is not None:
-            clock.computed()
-            at = torch.tensor(places, dtype=torch.int64, device=self.model.device)
-            sampled = self.sampler.sample(output.logits.index_select(0, at), requests)
-            output.tokens.index_copy_(0, at, sampled.on_device)
-        else:
+        sampling = None
+        if output.logits is None:
             self.sampler.forget()
-        self._last_tokens = graphs.buffers.tokens
+        else:
+            clock.computed()
+            logits = output.logits
+            if len(places) < len(batch.work):
+                logits = logits.index_select(0, state.upload(places, torch.int64))
+            seats = state.upload(changes.sampling, torch.int64)
+            sampling = self.sampler.submit(logits, requests, state.metadata(seats))
+            state.commit(seats, sampling.tokens)
         outcome = output.outcome.clone()  # the next step writes there while this is on its way to the host
         clock.stop()
-        return Flight(clock, batch.work, requests, self.device.fetch(outcome.flatten()), staged.count, places, sampled)
+        flight = Flight(clock, batch.work, requests, self.device.fetch(outcome.flatten()), len(batch.work), places)
+        return self._learning(flight, sampling, changes.sampling)
 
     def _compute(self, batch: StepBatch, clock: StepClock) -> Flight:
         """The step call by call."""
         fused = self.backend.fused
         requests = [request for work in batch.work for request in work.samples]
-        prepared = self._prepare(batch, requests)
+        prepared = self._prepare(batch)
         clock.start()
         hidden = self.model.forward(prepared.token_ids, prepared.positions, self.attention, prepared.plan, fused)
         last = self.model.normalise(hidden.index_select(0, prepared.last_rows), fused)
         finite = torch.isfinite(last).all(-1)
         logits = self._logits(last, prepared) if requests else None
         clock.computed()
-        rows, sampled, outcome = 0, None, finite
-        if logits is None:
-            sampled = Sampled([], None, [], last.new_empty(0, dtype=torch.int64))
-        elif prepared.choice is None:
-            sampled = self.sampler.sample(logits, requests)
-        else:
-            tokens, good = choose(logits, *prepared.choice)
+        rows, sampling, outcome = 0, None, finite
+        if logits is not None and prepared.seats is not None and not any(map(needs_sampler, requests)):
+            greedy = all(request.params.greedy for request in requests)
+            draws = () if greedy or self.state is None else self.state.draws(prepared.seats)
+            tokens, good = choose(logits, *draws)
             rows, outcome = len(requests), torch.cat((good.long(), tokens, finite.long()))
             self.sampler.forget()
-        self._keep(tokens if sampled is None else sampled.on_device)
+        elif logits is not None:
+            wanted = self.state.metadata(prepared.seats) if self.state is not None and prepared.seats is not None else None
+            sampling = self.sampler.submit(logits, requests, wanted)
+            tokens = sampling.tokens
+        if logits is not None and self.state is not None and prepared.seats is not None:
+            self.state.commit(prepared.seats, tokens)
         clock.stop()
-        return Flight(clock, batch.work, requests, self.device.fetch(outcome), rows, range(len(requests)), sampled)
+        flight = Flight(clock, batch.work, requests, self.device.fetch(outcome), rows, range(rows))
+        return self._learning(flight, sampling, prepared.learners)
 
-    def _keep(self, tokens: torch.Tensor) -> None:
-        """Hold a step's tokens on the device for the next one, where a graph finds them too."""
-        self._last_tokens = tokens
-        if self.graphs is not None:
-            kept, count = self.graphs.buffers.tokens, tokens.shape[0]
-            if count > kept.shape[0]:
-                raise ModelError(f"a step samples {count} tokens, but max_num_seqs is {kept.shape[0]}")
-            kept[:count].copy_(tokens)
+    def _learning(self, flight: Flight, sampling: Sampling | None, learners: Sequence[int]) -> Flight:
+        """The flight, with what its tokens are to be learned from."""
+        if sampling is not None:
+            flight.sampling, flight.sampled = sampling, [self.device.fetch(numbers) for numbers in sampling.numbers]
+        flight.turn, flight.learners = self.state.turn if self.state is not None else 0, learners
+        return flight
 
-    def _prepare(self, batch: StepBatch, requests: Sequence[Request]) -> _Prepared:
+    def _prepare(self, batch: StepBatch) -> _Prepared:
         token_ids: list[int] = []
-        positions: list[int] = []
         spans: list[Span] = []
         sampling: list[int] = []
-        pending: list[tuple[int, int]] = []
         for index, work in enumerate(batch.work):
-            count = len(work.token_ids)
-            spans.append(Span(len(token_ids), count, work.context, work.block_table, work.request is not None))
+            spans.append(Span(len(token_ids), len(work.token_ids), work.context, work.block_table, work.request is not None))
             token_ids += work.token_ids
-            positions += range(work.context, work.context + count)
             sampling += [index] * len(work.samples)
-            if token_ids[-1] == PENDING:
-                pending.append((len(token_ids) - 1, place_of(work.request, self._places)))
         put = self.attention.upload
-        packed = put([token_ids, positions], torch.int64)
-        if pending and self._last_tokens is not None:
-            rows, places = put(list(zip(*pending, strict=True)), torch.int64)
-            packed[0].index_copy_(0, rows, self._last_tokens.index_select(0, places))
         last_rows = put([span.start + span.num_tokens - 1 for span in spans], torch.int64)
         head_rows = spread = None
         distinct = list(dict.fromkeys(sampling))
@@ -379,18 +390,31 @@ class ModelRunner:
         if len(distinct) < len(sampling):
             row_of = {index: row for row, index in enumerate(distinct)}
             spread = put([row_of[index] for index in sampling], torch.int64)
-        choice = self._choice(requests)
-        return _Prepared(packed[0], packed[1], self.attention.plan(spans), last_rows, head_rows, spread, choice)
+        if self.state is not None:
+            return self._prepare_on_device(batch, token_ids, spans, (last_rows, head_rows, spread), self.state)
+        positions = [position for span in spans for position in range(span.context, span.context + span.num_tokens)]
+        packed = put([token_ids, positions], torch.int64)
+        return _Prepared(packed[0], packed[1], self.attention.plan(spans), last_rows, head_rows, spread, None)
 
-    def _choice(self, requests: Sequence[Request]) -> tuple[torch.Tensor, ...] | None:
-        """What ``choose`` needs, on the device; None where the sampler is needed, and where the host computes anyway."""
-        if not self.device.asynchronous or any(needs_sampler(request) for request in requests):
-            return None
-        if all(request.params.greedy for request in requests):
-            return ()
-        temperatures, points = zip(*map(draw_of, requests), strict=True)
-        put = self.attention.upload
-        return put(temperatures, torch.float32), put(points, torch.float64)
+    def _prepare_on_device(
+        self,
+        batch: StepBatch,
+        token_ids: list[int],
+        spans: list[Span],
+        heads: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        state: RequestState,
+    ) -> _Prepared:
+        """Positions and slots come from the requests' state, as do tokens that only the device knows."""
+        changes = state.plan(batch.work, resident_tokens=False)
+        state.apply(changes)
+        ends = [(span.start, span.num_tokens, seat) for span, seat in zip(spans, changes.seats, strict=True)]
+        ids, positions, slots = state.chunk_inputs(state.upload(ends, torch.int64), state.upload(token_ids, torch.int64))
+        if self.attention.resident and self.attention.pool is not None:
+            plan = self.attention.plan_resident(spans, changes.seats, slots, state.tables)
+        else:
+            plan = self.attention.plan(spans)
+        seats = state.upload(changes.sampling, torch.int64) if changes.sampling else None
+        return _Prepared(ids, positions, plan, *heads, seats, changes.sampling)
 
     def _logits(self, last: torch.Tensor, prepared: _Prepared) -> torch.Tensor:
         """Logits of the sampling requests. Forks of one prompt share a row, which is multiplied once."""

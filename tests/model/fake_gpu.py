@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,6 +57,7 @@ class ResidentSdpa(SdpaAttention):
     """Plain attention over resident tensors: every table entry is a candidate, what lies behind the position is masked."""
 
     name = "resident SDPA"
+    resident = True
 
     def splits_for(self, tiles, longest):
         return 8 // tiles + 1
@@ -63,10 +65,23 @@ class ResidentSdpa(SdpaAttention):
     def plan_decodes(self, slots, tables, tiles, splits):
         return slots, tables, tiles
 
+    def plan_resident(self, spans, seats, slots, tables):
+        """Slots and tables are the device's; the host's must say the same, and are not used."""
+        own, size = [], self.block_size
+        for span, seat in zip(spans, seats, strict=True):
+            table = tables[seat, : -(-(span.context + span.num_tokens) // size)].tolist()
+            positions = range(span.context, span.context + span.num_tokens)
+            wanted = [table[p // size] * size + p % size if span.writes else -1 for p in positions]
+            assert slots[span.start : span.start + span.num_tokens].tolist() == wanted
+            assert table == span.block_table[: len(table)]
+            own.append(replace(span, block_table=table))
+        return self.plan(own)
+
     def attend(self, layer, q, kv, plan):
         if not isinstance(plan, tuple):
             return super().attend(layer, q, kv, plan)
         slots, tables, tiles = plan
+        tables = tables[tiles[:, 3].long()]
         pool = self.pool[layer].flatten(0, 1)
         writes = (slots >= 0)[:, None, None, None]
         targets = slots.clamp(min=0)
@@ -132,7 +147,9 @@ class LateDevice:
 
     def settle(self, mark):
         for source, as_sent in self.sent[self.settled : mark]:
-            assert torch.equal(source, as_sent), "pinned memory was written while a copy out of it was under way"
+            assert bool((source.numpy() == as_sent.numpy()).all()), (
+                "pinned memory was written while a copy out of it was under way"
+            )
         self.settled = max(self.settled, mark)
 
     def fetch(self, source):

@@ -24,6 +24,7 @@ from engine.model.attention.triton_backend import narrow_shape, power_of_two, wi
 from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.model.fused import HEADS_A_PROGRAM
 from engine.model.fused_kernels import head_norm_kernel, rms_norm_kernel, silu_mul_kernel
+from engine.model.state_kernels import chunk_inputs_kernel, decode_inputs_kernel, finish_kernel
 from tests.triton.conftest import RESOURCES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -161,5 +162,28 @@ def test_the_small_kernels_keep_to_registers(arch, dtype, workers, record_proper
         f"{u.shared:,} bytes shared"
         for name, u in used.items()
     ]
+    record_property(RESOURCES, report)
+    assert not [line for line, u in zip(report, used.values(), strict=True) if u.spilled]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_kernels_of_the_requests_state_keep_to_registers(arch, workers, record_property):
+    state = {"state_tokens_ptr": "*i64", "counters_ptr": "*i64", "tables_ptr": "*i32"}
+    written = dict.fromkeys(("token_ids_ptr", "positions_ptr", "slots_ptr"), "*i64")
+    table = {"WIDTH": 8192, "BLOCK_SIZE": 16}
+    decode = state | written | {"seats_ptr": "*i64", "numbers_ptr": "*fp64", "tiles_ptr": "*i32", "null_seat": "i32"}
+    decode |= {"temperatures_ptr": "*fp32", "points_ptr": "*fp64"}
+    chunk = state | written | {"spans_ptr": "*i64", "ids_ptr": "*i64"}
+    finish = {"seats_ptr": "*i64", "tokens_ptr": "*i64", "finite_ptr": "*i1", "last_ptr": "*bf16", "outcome_ptr": "*i64"}
+    finish |= {"state_tokens_ptr": "*i64", "counters_ptr": "*i64"}
+    finish |= dict.fromkeys(("null_seat", "last_stride", "outcome_stride"), "i32")
+    sizes = {"SIZE": 8192, "BLOCK": 8192, "COMMIT": True}
+    started = {
+        "decode inputs": workers.submit(compile_for, arch, decode_inputs_kernel, decode, {"FIELDS": 7, **table}, 1),
+        "chunk inputs": workers.submit(compile_for, arch, chunk_inputs_kernel, chunk, {"BLOCK": 128, **table}, 1),
+        "finish": workers.submit(compile_for, arch, finish_kernel, finish, sizes, 4),
+    }
+    used = {name: future.result() for name, future in started.items()}
+    report = [f"sm_{arch} {name:15s} {u.registers:3d} registers, {u.spilled} bytes spilled" for name, u in used.items()]
     record_property(RESOURCES, report)
     assert not [line for line, u in zip(report, used.values(), strict=True) if u.spilled]

@@ -50,6 +50,8 @@ class Attention(Protocol):
     """For people: shown on the screen."""
     rotates: bool
     """Whether ``attend_rotating`` is there, which turns queries and keys by their positions while it stores them."""
+    resident: bool
+    """Whether ``plan_resident`` is there, which takes slots and block tables that lie on the device."""
     pool: torch.Tensor | None
     """K and V of all layers; None without a KV cache, and once the memory was given back."""
     upload: Upload
@@ -74,6 +76,17 @@ class Attention(Protocol):
 
     def plan(self, spans: list[Span]) -> Plan:
         """Prepare a step whose packed batch consists of ``spans``, in order and without gaps."""
+        ...
+
+    def plan_resident(self, spans: list[Span], seats: Sequence[int], slots: torch.Tensor, tables: torch.Tensor) -> Plan:
+        """As ``plan``, where the device already knows slots and block tables; only where ``resident`` is true.
+
+        Args:
+            spans: the packed batch; their block tables are not looked at.
+            seats: row of ``tables`` for each span.
+            slots: [T] int64, −1 for nowhere.
+            tables: [seats, width] int32; entries behind a sequence's last block may be anything.
+        """
         ...
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: Plan) -> torch.Tensor:

@@ -88,6 +88,7 @@ class SdpaAttention:
 
     name = "torch SDPA over gathered blocks"
     rotates = False
+    resident = False
 
     def __init__(
         self,
@@ -144,6 +145,10 @@ class SdpaAttention:
         plan.decodes = [self._plan_decodes(group, len(spans)) for group in self._similar(decodes)]
         plan.prefills = [self._plan_prefill(span) for span in spans if span.num_tokens > 1]
         return plan
+
+    def plan_resident(self, spans: list[Span], seats: Sequence[int], slots: torch.Tensor, tables: torch.Tensor) -> Plan:
+        """Not here: which blocks are gathered is worked out on the host."""
+        raise NotImplementedError(f"{self.name} plans from block tables on the host")
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
         """Store K and V of the step's tokens and attend; see ``Attention``."""

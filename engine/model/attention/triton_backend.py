@@ -16,6 +16,7 @@ Without a KV cache the step's own K and V are the pool: block size 1, the slot o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,7 @@ class TritonAttention(SdpaAttention):
 
     name = "Triton paged attention"
     rotates = True
+    resident = True
 
     def __init__(
         self,
@@ -160,30 +162,35 @@ class TritonAttention(SdpaAttention):
             self.attend_rotating(0, qkv, angle, angle, plan)
 
     def plan(self, spans: list[Span]) -> TritonPlan:  # type: ignore[override]
-        """Slots, block tables and tiles of a step, in three copies to the device."""
-        short, long = self.narrow.rows // self.group, self.wide.rows // self.group
+        """Slots, block tables and tiles of a step, brought to the device."""
         slots: list[int] = []
         tables: list[list[int]] = []
-        narrow: list[tuple[int, int, int, int]] = []
-        wide: list[tuple[int, int, int, int]] = []
-        for index, span in enumerate(spans):
-            cached = self.pool is not None
-            rows = range(span.start, span.start + span.num_tokens)
+        for span in spans:
+            cached, rows = self.pool is not None, range(span.start, span.start + span.num_tokens)
             slots += (self._slots(span, span.context) if span.writes else [-1] * len(rows)) if cached else rows
             tables.append(span.block_table if cached else list(rows))
-            tiles, size = (narrow, short) if span.num_tokens <= short else (wide, long)
-            for done in range(0, span.num_tokens, size):
-                count = min(size, span.num_tokens - done)
-                tiles.append((span.start + done, count, span.context + done, index))
         width = max(map(len, tables))
         padded = [table + [0] * (width - len(table)) for table in tables]
+        return self.plan_resident(spans, range(len(spans)), self._ids(slots), self.upload(padded, torch.int32))
+
+    def plan_resident(
+        self, spans: list[Span], seats: Sequence[int], slots: torch.Tensor, tables: torch.Tensor
+    ) -> TritonPlan:
+        """A plan where slots and block tables lie on the device already; ``seats`` are the spans' rows of ``tables``."""
+        short, long = self.narrow.rows // self.group, self.wide.rows // self.group
+        narrow: list[tuple[int, int, int, int]] = []
+        wide: list[tuple[int, int, int, int]] = []
+        for span, seat in zip(spans, seats, strict=True):
+            tiles, size = (narrow, short) if span.num_tokens <= short else (wide, long)
+            for done in range(0, span.num_tokens, size):
+                tiles.append((span.start + done, min(size, span.num_tokens - done), span.context + done, seat))
         splits = self.splits_for(len(narrow), max((at + count for _, count, at, _ in narrow), default=1))
         launches = [
-            Tiles(self._int32(sorted(tiles, key=_keys, reverse=True)), shape, parts, max(tile[1] for tile in tiles))
+            Tiles(self.upload(sorted(tiles, key=_keys, reverse=True), torch.int32), shape, parts, max(t[1] for t in tiles))
             for tiles, shape, parts in ((wide, self.wide, 1), (narrow, self.narrow, splits))
             if tiles
         ]
-        return self.plan_from(self._ids(slots), self._int32(padded), launches)
+        return self.plan_from(slots, tables, launches)
 
     def plan_decodes(self, slots: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, splits: int) -> TritonPlan:
         """A plan over tensors that already lie on the device and are refilled before each use: what a CUDA graph needs."""
@@ -290,9 +297,6 @@ class TritonAttention(SdpaAttention):
                     out, *scratch, tiles.table, BLOCK_M=shape.rows, SPLITS=tiles.splits, num_warps=2, **common
                 )
         return out
-
-    def _int32(self, values: list[list[int]] | list[tuple[int, int, int, int]]) -> torch.Tensor:
-        return self.upload(values, torch.int32)
 
 
 def _keys(tile: tuple[int, int, int, int]) -> int:
