@@ -449,7 +449,7 @@ def _keep_most_likely(weights: torch.Tensor, ranked: torch.Tensor, keep: torch.T
     above = weights > threshold
     tied = weights == threshold
     room = keep.unsqueeze(1) - above.sum(-1, keepdim=True)
-    return weights * (above | (tied & (tied.cumsum(-1) <= room)))
+    return weights * (above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= room)))
 
 
 def _truncates(params: SamplingParams, vocabulary: int) -> bool:
