@@ -217,7 +217,7 @@ def sure_view(result: ExperimentResult, found: Sequence[Difference], run: Run, d
         return
     with st.container(horizontal=True, vertical_alignment="center"):
         numbers = "1 number is" if len(unclear) == 1 else f"{len(unclear)} numbers are"
-        st.markdown(f"{numbers} not clear. More repetitions tell smaller differences.", width="content")
+        st.markdown(f"{numbers} not clear. More repetitions, or a quieter machine, tell more.", width="content")
         if st.button(f"Run it with {more} repetitions", key="run more", disabled=disabled):
             run(with_repetitions(result.experiment, more))
 

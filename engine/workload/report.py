@@ -47,13 +47,13 @@ pre { background: #f4f6f9; padding: 12px; overflow-x: auto; font-size: 13px }
 """
 HOW_SURE = f"""\
 Counted numbers (steps, padding, hits) are exact.
-Timed numbers vary from run to run, even when nothing is changed. So every repetition runs all variants, and they \
-must agree.
+Timed numbers vary from run to run, even when nothing is changed. \
+So every repetition runs all variants, and the repetitions must agree.
 A timed difference is clear when it is at least {100 * MIN_EFFECT:.0f} % and the repetitions agree better than by chance. \
-In brackets: the range in which the true difference lies, with at least 95 % confidence.
+The range beside it holds the true difference, with at least 95 % confidence.
 All timed numbers are judged together. Where nothing differs, at most about {100 * ERROR_RATE:.0f} of 100 experiments call \
 anything clear.
-“Not clear” does not mean equal. More repetitions tell smaller differences.""".splitlines()
+“Not clear” does not mean equal. More repetitions, or a quieter machine, tell smaller differences.""".splitlines()
 """How far a table of differences can be trusted, a paragraph each."""
 AGAIN = (
     "Save this as a .yaml file and it runs again: <code>inference-lab run FILE</code>, or open it on the Experiments page."

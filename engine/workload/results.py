@@ -460,7 +460,7 @@ def _words(name: str, base: str, other: str, kind: str, found: Comparison) -> st
         return f"No difference that matters: less than {100 * MIN_EFFECT:.0f} % either way."
     if kind == "not clear":
         low, high = _ends(found, number)
-        return f"Not clear: {found.pairs} repetitions leave anything from {low} to {high} possible."
+        return f"Not clear: it may be {low}, or {high}."
     if kind == "too few repetitions":
         few = f"{found.pairs} {'repetition is' if found.pairs == 1 else 'repetitions are'} too few"
         return f"{few} to tell it from noise: run at least {MIN_PAIRS}."
@@ -469,7 +469,7 @@ def _words(name: str, base: str, other: str, kind: str, found: Comparison) -> st
 
 
 def _ends(found: Comparison, number: Number) -> tuple[str, str]:
-    """Both ends of the interval in words: '8 % less', '2.80 ×', '3 ms more'."""
+    """Both ends of the interval in words: '8 % less', '2.80 × as much', '3 ms more'."""
     if found.ratio_interval is not None:
         low, high = (_factor(end) for end in found.ratio_interval)
         return low, high
@@ -482,7 +482,7 @@ def _factor(ratio: float) -> str:
     if percent == "0 %":
         return "the same"
     if ratio >= 1.5:
-        return f"{ratio:,.2f} ×"
+        return f"{ratio:,.2f} × as much"
     return f"{percent} {'more' if ratio > 1 else 'less'}"
 
 
