@@ -31,7 +31,7 @@ import torch
 
 from engine.core.runner import StepBatch
 from engine.model.attention import Attention, Plan
-from engine.model.sampler import choose, needs_sampler
+from engine.model.sampler import needs_sampler
 from engine.model.state import DecodeInputs, RequestState
 from engine.model.transformer import Transformer
 
@@ -226,11 +226,11 @@ class DecodeStep:
         plan = self.attention.plan_decodes(inputs.slots, state.tables, inputs.tiles, key.splits)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, self.attention, plan, self.fused)
         last = self.model.normalise(hidden, self.fused)
-        logits = self.model.logits(last, buffers.logits[:n] if key.sampling == "logits" else None)
-        draws = (inputs.temperatures, inputs.points) if key.sampling == "draw" else ()
-        tokens, finite = choose(logits, *draws)
-        commit = key.sampling != "logits"
-        state.finish_decodes(seats, tokens, finite, last, buffers.outcome[:, :n], commit)
+        logits = self.model.raw_logits(last)
+        if key.sampling == "logits":
+            buffers.logits[:n].copy_(logits)
+        draws = inputs if key.sampling == "draw" else None
+        state.finish_decodes(seats, logits, draws, last, buffers.outcome[:, :n], commit=key.sampling != "logits")
 
 
 class DecodeGraphs:

@@ -31,7 +31,7 @@ from engine.core.request import Request
 from engine.core.runner import PENDING, Work
 from engine.model.attention import Upload
 from engine.model.errors import ModelError
-from engine.model.sampler import FIELDS, SamplingMetadata, key_of, numbers_of, uniforms
+from engine.model.sampler import FIELDS, SamplingMetadata, choose, key_of, numbers_of, uniforms
 
 LENGTH, GENERATED, KEY, WRITES = range(4)
 """Columns of ``RequestState.counters``."""
@@ -315,8 +315,8 @@ class RequestState:
         counters = self.counters.index_select(0, seats)
         length, writes = counters[:, LENGTH], counters[:, WRITES] != 0
         into.positions.copy_(length)
-        into.slots.copy_(torch.where(writes, self._slots(seats, length), -1))
-        into.token_ids.copy_(torch.where(writes, self.tokens.index_select(0, seats), 0))
+        into.slots.copy_(self._slots(seats, length).masked_fill_(~writes, -1))
+        into.token_ids.copy_(self.tokens.index_select(0, seats) * writes)
         rows = torch.arange(seats.shape[0], device=seats.device)
         into.tiles.copy_(torch.stack((rows, torch.ones_like(rows), length, seats), 1))
         if draws:
@@ -340,12 +340,12 @@ class RequestState:
 
             return launch_chunk_inputs(self, spans, token_ids)
         start, count, seat = spans.unbind(1)
-        total = token_ids.shape[0]
-        of = torch.repeat_interleave(torch.arange(len(spans), device=seat.device), count, output_size=total)
+        rows = torch.arange(token_ids.shape[0], device=seat.device)
+        of = torch.searchsorted(start.contiguous(), rows, right=True) - 1
         seats = seat.index_select(0, of)
         counters = self.counters.index_select(0, seats)
-        positions = counters[:, LENGTH] + torch.arange(total, device=seat.device) - start.index_select(0, of)
-        slots = torch.where(counters[:, WRITES] != 0, self._slots(seats, positions), -1)
+        positions = counters[:, LENGTH] + rows - start.index_select(0, of)
+        slots = self._slots(seats, positions).masked_fill_(counters[:, WRITES] == 0, -1)
         ids = torch.where(token_ids == PENDING, self.tokens.index_select(0, seats), token_ids)
         self.counters[:, LENGTH].index_add_(0, seat, count)
         return ids, positions, slots
@@ -359,8 +359,8 @@ class RequestState:
         """Temperatures [rows] float32 and points [rows] float64 of the seats' next tokens, as ``choose`` wants them."""
         wanted = self.metadata(seats)
         temperatures = wanted.numbers[:, 0]
-        warm = temperatures > 0
-        return torch.where(warm, temperatures, 1.0).float(), torch.where(warm, wanted.points, -1.0)
+        greedy = temperatures <= 0
+        return temperatures.masked_fill(greedy, 1.0).float(), wanted.points.masked_fill(greedy, -1.0)
 
     def metadata(self, seats: torch.Tensor) -> SamplingMetadata:
         """What the seats want of the sampler, and the random numbers of their next tokens."""
@@ -373,15 +373,20 @@ class RequestState:
         self.counters[:, GENERATED].index_add_(0, seats, torch.ones_like(seats))
 
     def finish_decodes(
-        self, seats: torch.Tensor, tokens: torch.Tensor, finite: torch.Tensor, last: torch.Tensor, outcome: torch.Tensor,
+        self,
+        seats: torch.Tensor,
+        logits: torch.Tensor,
+        inputs: DecodeInputs | None,
+        last: torch.Tensor,
+        outcome: torch.Tensor,
         commit: bool,
-    ) -> None:  # fmt: skip
-        """Tell what a decode step came to, and ``commit`` its tokens unless the ordinary sampler is to choose others.
+    ) -> None:
+        """Choose a token a row, as ``engine.model.sampler.choose`` does, and ``commit`` it unless others are to be chosen.
 
         Args:
             seats: [rows] int64; ``null`` for padding.
-            tokens: [rows] int64.
-            finite: [rows] bool, whether the logits were.
+            logits: [rows, vocabulary], in any number format.
+            inputs: temperatures and points of the rows; None: all are greedy.
             last: [rows, hidden]; a row that isn't finite has not been either.
             outcome: [2, rows] int64, written: whether all was finite (1 or 0), and the token.
             commit: whether the seats keep the tokens.
@@ -389,13 +394,14 @@ class RequestState:
         if self.kernels:
             from engine.model.state_kernels import launch_finish
 
-            launch_finish(self, seats, tokens, finite, last, outcome, commit)
+            launch_finish(self, seats, logits, inputs, last, outcome, commit)
             return
+        tokens, finite = choose(logits.float(), *(() if inputs is None else (inputs.temperatures, inputs.points)))
         outcome[0].copy_(finite & torch.isfinite(last).all(-1))
         outcome[1].copy_(tokens)
         if commit:
             real = seats != self.null
-            self.tokens.index_copy_(0, seats, torch.where(real, tokens, 0))
+            self.tokens.index_copy_(0, seats, tokens * real)
             self.counters[:, GENERATED].index_add_(0, seats, real.long())
 
 

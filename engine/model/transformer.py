@@ -114,10 +114,14 @@ class Transformer:
         return rms_norm(hidden, self.weights.final_norm, self.spec.norm_eps, fused)
 
     @torch.inference_mode()
-    def logits(self, normalised: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [rows, vocabulary] in float32, written to ``out`` if given."""
-        logits = project(normalised, self.weights.head)
-        return logits.float() if out is None else out.copy_(logits)
+    def logits(self, normalised: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary] in float32."""
+        return self.raw_logits(normalised).float()
+
+    @torch.inference_mode()
+    def raw_logits(self, normalised: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary] in the model's number format."""
+        return project(normalised, self.weights.head)
 
     def _attend(
         self,

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from engine.model.attention.sdpa import SdpaAttention
@@ -25,6 +25,21 @@ class Recorder(TorchDispatchMode):
         return result
 
 
+class Refuses(TorchDispatchMode):
+    """Refuses whatever makes the host wait for a GPU: a look at a number, and a tensor made of the host's numbers."""
+
+    LOOKS = (
+        "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "_unique2", "equal", "item",
+        "lift_fresh", "lift_fresh_copy", "scalar_tensor", "tensor_split", "repeat_interleave",
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[-1].split(".")[0]
+        if name in self.LOOKS and func._overloadname != "self_int":  # a repetition by a plain number reads nothing
+            raise AssertionError(f"{func} makes the host wait")
+        return func(*args, **(kwargs or {}))
+
+
 class RecordedGraphs:
     """As CUDA does it: the calls run once while they are recorded, and later again on the same addresses, without Python."""
 
@@ -35,7 +50,7 @@ class RecordedGraphs:
 
     def capture(self, work):
         recorder = Recorder()
-        with recorder:
+        with Refuses(), recorder:  # neither can a capture in earnest record that the host looks
             work()
         self.captured.append(len(recorder.calls))
         self.allocated += 7
@@ -44,10 +59,11 @@ class RecordedGraphs:
     @torch.inference_mode()
     def replay(self, calls):
         self.replays += 1
-        for func, args, kwargs, result in calls:
-            for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(result), strict=True):
-                if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
-                    old.copy_(new)
+        with _disable_current_modes():
+            for func, args, kwargs, result in calls:
+                for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(result), strict=True):
+                    if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                        old.copy_(new)
 
     def allocated_bytes(self):
         return self.allocated
@@ -88,9 +104,10 @@ class ResidentSdpa(SdpaAttention):
         pool.index_copy_(0, targets, torch.where(writes, kv, pool[targets]))
         at = torch.arange(tables.shape[1] * self.block_size)
         read = at <= tiles[:, 2:3]
-        blocks = torch.where(at // self.block_size <= tiles[:, 2:3] // self.block_size, tables[:, at // self.block_size], 0)
+        beyond = at // self.block_size > tiles[:, 2:3] // self.block_size
+        blocks = tables[:, at // self.block_size].masked_fill(beyond, 0)
         seen = pool[blocks.long() * self.block_size + at % self.block_size]
-        keys, values = torch.where(read[:, :, None, None, None], seen, 0.0).repeat_interleave(self.group, 3).unbind(2)
+        keys, values = seen.masked_fill(~read[:, :, None, None, None], 0.0).repeat_interleave(self.group, 3).unbind(2)
         scores = torch.einsum("rhd,rshd->rhs", q, keys) / self.head_dim**0.5
         weights = scores.masked_fill(~read[:, None], -math.inf).softmax(-1)
         return torch.einsum("rhs,rshd->rhd", weights, values)[tiles[:, 0].long()].flatten(1)

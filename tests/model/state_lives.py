@@ -5,7 +5,7 @@ import random
 import torch
 
 from engine.core.runner import PENDING, Work
-from engine.model.sampler import FIELDS, key_of, uniform
+from engine.model.sampler import FIELDS, choose, key_of, uniform
 from engine.model.state import DecodeInputs, RequestState
 from tests.model.kit import make_request
 
@@ -174,18 +174,7 @@ class Lives:
         requests = [request for work in works for request in work.samples]
         tokens = [self.ids.randrange(1, 99) for _ in requests]
         if decode:
-            rows = iter(tokens)
-            chosen = [next(rows) if work.request else 7 for work in works]
-            outcome, sick = torch.zeros((2, len(works) + 1), dtype=torch.int64), self.ids.randrange(len(works))
-            last = torch.zeros((len(works) + 1, 5))
-            last[sick, self.ids.randrange(5)] = self.ids.choice([float("nan"), float("inf"), -float("inf"), 3e38])
-            fine = bool(last[sick].isfinite().all())
-            finite = torch.ones(len(works) + 1, dtype=torch.bool)
-            finite[-1] = False
-            seats = upload([*changes.seats, state.null], torch.int64)
-            state.finish_decodes(seats, upload([*chosen, 7], torch.int64), finite, last, outcome, commit=True)
-            assert outcome[1].tolist() == [*chosen, 7]
-            assert outcome[0].tolist() == [*(int(fine or row != sick) for row in range(len(works))), 0]
+            tokens = [token for work, token in zip(works, self._finish(works, changes), strict=True) if work.request]
         elif requests:
             state.commit(upload(changes.sampling, torch.int64), upload(tokens, torch.int64))
         for work in works:
@@ -198,6 +187,23 @@ class Lives:
             self.truth[request].append(token)
             request.token_ids.append(PENDING)
         self.unknown.append((state.turn, changes.sampling, requests, places, tokens))
+
+    def _finish(self, works, changes):
+        """Tokens of a decode step, chosen on the device; some rows are no numbers."""
+        ids, rows = self.ids, len(works) + 1
+        logits = torch.randn(rows, ids.choice([20, 4999]), generator=torch.Generator().manual_seed(ids.randrange(2**31))) * 2
+        last, outcome = torch.zeros((rows, 5)), torch.full((2, rows), -9)
+        strange = ids.choice([float("nan"), float("inf"), -float("inf")])
+        sick, where = ids.choice([None, ids.randrange(len(works))]), ids.choice([last, logits])
+        if sick is not None:
+            where[sick, ids.randrange(5) if where is last or strange > 0 or strange != strange else slice(None)] = strange
+        inputs = ids.choice([None, self.inputs[:rows]])
+        expected = choose(logits, *(() if inputs is None else (inputs.temperatures, inputs.points)))[0].tolist()
+        seats = upload([*changes.seats, self.state.null], torch.int64)
+        self.state.finish_decodes(seats, logits, inputs, last, outcome, commit=True)
+        assert outcome[1].tolist() == expected
+        assert outcome[0].tolist() == [int(row != sick) for row in range(rows)]
+        return expected[:-1]
 
     def _learn(self):
         turn, seats, requests, places, tokens = self.unknown.pop(0)

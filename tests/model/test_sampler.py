@@ -10,7 +10,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.runner import PENDING
 from engine.core.sampling_params import SamplingParams
@@ -28,6 +27,7 @@ from engine.model.sampler import (
     uniform,
     uniforms,
 )
+from tests.model.fake_gpu import Refuses
 from tests.model.kit import make_request
 
 V = 50
@@ -406,21 +406,6 @@ def test_a_step_that_failed_half_way_or_was_thrown_away_counts_nothing(monkeypat
 
 
 # ---------------------------------------------------------------------- nothing looks
-
-
-class Refuses(TorchDispatchMode):
-    """Refuses whatever makes the host wait for a GPU: a look at a number, and a tensor made of the host's numbers."""
-
-    LOOKS = (
-        "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "_unique2", "equal", "item",
-        "lift_fresh", "lift_fresh_copy", "scalar_tensor", "tensor_split", "repeat_interleave",
-    )  # fmt: skip
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().split("::")[-1].split(".")[0]
-        if name in self.LOOKS:
-            raise AssertionError(f"{func} makes the host wait")
-        return func(*args, **(kwargs or {}))
 
 
 class Queue:

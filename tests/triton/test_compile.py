@@ -174,14 +174,14 @@ def test_the_kernels_of_the_requests_state_keep_to_registers(arch, workers, reco
     decode = state | written | {"seats_ptr": "*i64", "numbers_ptr": "*fp64", "tiles_ptr": "*i32", "null_seat": "i32"}
     decode |= {"temperatures_ptr": "*fp32", "points_ptr": "*fp64"}
     chunk = state | written | {"spans_ptr": "*i64", "ids_ptr": "*i64"}
-    finish = {"seats_ptr": "*i64", "tokens_ptr": "*i64", "finite_ptr": "*i1", "last_ptr": "*bf16", "outcome_ptr": "*i64"}
-    finish |= {"state_tokens_ptr": "*i64", "counters_ptr": "*i64"}
-    finish |= dict.fromkeys(("null_seat", "last_stride", "outcome_stride"), "i32")
-    sizes = {"SIZE": 8192, "BLOCK": 8192, "COMMIT": True}
+    finish = {"seats_ptr": "*i64", "logits_ptr": "*bf16", "last_ptr": "*bf16", "outcome_ptr": "*i64"}
+    finish |= {"temperatures_ptr": "*fp32", "points_ptr": "*fp64", "state_tokens_ptr": "*i64", "counters_ptr": "*i64"}
+    finish |= dict.fromkeys(("null_seat", "logits_stride", "last_stride", "outcome_stride"), "i32")
+    sizes = {"VOCABULARY": 151_936, "BLOCK_V": 4096, "SIZE": 8192, "BLOCK": 8192, "DRAWS": True, "COMMIT": True}
     started = {
         "decode inputs": workers.submit(compile_for, arch, decode_inputs_kernel, decode, {"FIELDS": 7, **table}, 1),
         "chunk inputs": workers.submit(compile_for, arch, chunk_inputs_kernel, chunk, {"BLOCK": 128, **table}, 1),
-        "finish": workers.submit(compile_for, arch, finish_kernel, finish, sizes, 4),
+        "finish": workers.submit(compile_for, arch, finish_kernel, finish, sizes, 8),
     }
     used = {name: future.result() for name, future in started.items()}
     report = [f"sm_{arch} {name:15s} {u.registers:3d} registers, {u.spilled} bytes spilled" for name, u in used.items()]

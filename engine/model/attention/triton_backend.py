@@ -241,21 +241,10 @@ class TritonAttention(SdpaAttention):
         block = min(16, power_of_two(heads))
         cos, sin = angles or (x, x)
         store_kernel[(tokens, -(-heads // block))](
-            x,
-            cos,
-            sin,
-            pool,
-            slots,
-            x.stride(0),
-            pool.stride(0),
-            NUM_Q=num_q,
-            NUM_KV=self.num_kv_heads,
-            HEAD_DIM=self.head_dim,
-            HALF=power_of_two(self.head_dim // 2),
-            BLOCK_H=block,
-            ROTATE=angles is not None,
-            num_warps=4,
-        )
+            x, cos, sin, pool, slots, x.stride(0), pool.stride(0),
+            NUM_Q=num_q, NUM_KV=self.num_kv_heads, HEAD_DIM=self.head_dim, HALF=power_of_two(self.head_dim // 2),
+            BLOCK_H=block, ROTATE=angles is not None, num_warps=4,
+        )  # fmt: skip
 
     def _attend(self, q: torch.Tensor, pool: torch.Tensor, block_size: int, plan: TritonPlan) -> torch.Tensor:
         out = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
@@ -273,29 +262,15 @@ class TritonAttention(SdpaAttention):
             if tiles.splits > 1 and plan.part is not None and plan.lse is not None:
                 scratch = plan.part, plan.lse
             attend_kernel[(count, self.num_kv_heads, tiles.splits)](
-                q,
-                pool,
-                out,
-                *scratch,
-                tiles.table,
-                plan.tables,
-                q.stride(0),
-                pool.stride(0),
-                plan.tables.stride(0),
-                math.log2(math.e) / math.sqrt(self.head_dim),
-                BLOCK_SIZE=block_size,
-                BLOCK_M=shape.rows,
-                BLOCK_N=shape.keys,
-                SPLITS=tiles.splits,
-                LEAST=self.least,
-                num_warps=shape.warps,
-                num_stages=shape.stages,
-                **common,
-            )
+                q, pool, out, *scratch, tiles.table, plan.tables, q.stride(0), pool.stride(0), plan.tables.stride(0),
+                math.log2(math.e) / math.sqrt(self.head_dim), **common,
+                BLOCK_SIZE=block_size, BLOCK_M=shape.rows, BLOCK_N=shape.keys, SPLITS=tiles.splits, LEAST=self.least,
+                num_warps=shape.warps, num_stages=shape.stages,
+            )  # fmt: skip
             if tiles.splits > 1:
                 merge_kernel[(count, self.num_kv_heads, tiles.most_tokens * self.group)](
-                    out, *scratch, tiles.table, BLOCK_M=shape.rows, SPLITS=tiles.splits, num_warps=2, **common
-                )
+                    out, *scratch, tiles.table, BLOCK_M=shape.rows, SPLITS=tiles.splits, num_warps=2, **common,
+                )  # fmt: skip
         return out
 
 

@@ -49,20 +49,10 @@ import triton.language as tl
 
 @triton.jit
 def store_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    pool_ptr,
-    slots_ptr,
-    x_stride,
-    pool_stride,
-    NUM_Q: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, pool_ptr, slots_ptr, x_stride, pool_stride,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     ROTATE: tl.constexpr,
-):
+):  # fmt: skip
     """Rotate queries in place; store rotated keys and values. One program: one token, BLOCK_H of its heads.
 
     ``x`` [T, NUM_Q + 2 · NUM_KV, HEAD_DIM]: q, k, v. ``cos``, ``sin`` [T, HEAD_DIM], the sine's first half negated.
@@ -95,27 +85,10 @@ def store_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])  # differs from step to step: one compiled kernel serves all widths
 def attend_kernel(
-    q_ptr,
-    kv_ptr,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    tiles_ptr,
-    tables_ptr,
-    q_stride,
-    kv_stride,
-    table_stride,
-    scale,
-    NUM_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, tiles_ptr, tables_ptr, q_stride, kv_stride, table_stride, scale,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     """Attention of one tile to one split of its keys, for one KV head.
 
     ``q`` [T, heads, HEAD_DIM]; ``kv`` [slots, 2, NUM_KV, HEAD_DIM]; ``out`` [T, heads, HEAD_DIM]. ``tiles`` [grid, 4] int32:
@@ -181,17 +154,10 @@ def attend_kernel(
 
 @triton.jit
 def merge_kernel(
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    tiles_ptr,
-    NUM_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    out_ptr, part_ptr, lse_ptr, tiles_ptr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
-):
+):  # fmt: skip
     """Merge the splits of one row of a tile. One program: one (tile, KV head, row). SPLITS is a power of two."""
     tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = row // GROUP
