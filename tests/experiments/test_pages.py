@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,19 @@ def test_saved_results_are_listed_and_overlaid_with_a_warning(hub, result):
     assert not page.exception
     assert len(page.multiselect(key="overlaid_variants").value) == 4
     assert "output" in texts(page) or not page.warning
+
+
+def test_what_is_not_clear_can_be_run_again_with_more_repetitions(hub, result):
+    page = opened("experiments", result=ResultStore().save(result, "first"))
+    assert "Where nothing differs, at most about 5 of 100 experiments call anything clear." in texts(page)
+    assert re.search(r"\d+ numbers are not clear", texts(page))
+    page.button(key="run more").click().run()
+    assert not page.exception
+    found = running.of(page.session_state["lab"])
+    assert found.runner.experiment.repetitions == 10
+    assert found.runner.experiment.workload == result.experiment.workload
+    found.runner.cancel()
+    found.runner.wait(10)
 
 
 def test_a_result_that_is_gone_says_so(hub):
