@@ -33,9 +33,9 @@ from engine.core.outputs import TextCodec
 from engine.core.request import Request
 from engine.core.runner import StepBatch, StepResult, Work
 from engine.model.attention import Attention, Plan, Span
-from engine.model.backend import Backend, BackendInfo, choose_backend
+from engine.model.backend import Backend, BackendInfo, choose_backend, working
 from engine.model.device import Device, Fetch, device_of
-from engine.model.errors import ModelError
+from engine.model.errors import ModelError, in_one_line
 from engine.model.graphs import (
     DecodeBuffers,
     DecodeGraphs,
@@ -133,35 +133,21 @@ class ModelRunner:
         self.model = model
         self.config = config
         self.device = device or device_of(model.device)
-        self.backend = backend or choose_backend(model, config.block_size, attention_backend, enforce_eager)
+        chosen = backend or choose_backend(model, config.block_size, attention_backend, enforce_eager)
         num_blocks = config.num_kv_blocks if config.use_kv_cache else 0
         check_pool_memory(model, num_blocks, config.block_size)
         model.prepare_positions(config.max_model_len)
-        self.attention: Attention = self.backend.make_attention(
-            num_layers=spec.num_layers,
-            num_kv_blocks=num_blocks,
-            block_size=config.block_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-        )
         self._uploads = Uploads(self.device, model.device) if self.device.asynchronous else None
-        if self._uploads is not None:
-            self.attention.upload = self._uploads.put
+        by_name = backend is not None or attention_backend == "triton"
+        self.backend, made = working(chosen, lambda used: self._build(used, num_blocks), by_name)
+        self.attention: Attention = made[0]
+        self.state: RequestState | None = made[1]
+        """What the device keeps of requests; None where it is the host itself."""
         upload, waits = self.attention.upload, not self.device.asynchronous
         self.sampler = Sampler(codec.token_text if codec is not None else None, upload, may_look=waits)
-        self.state: RequestState | None = None
-        """What the device keeps of requests; None where it is the host itself."""
-        if self.device.asynchronous:
-            self.state = RequestState(
-                config.max_num_seqs, config.max_model_len, config.block_size, model.device, upload, self.backend.fused
-            )
         self._members: set[Request] = set()
         self._in_flight, self._collected = 0, 0.0
         self._no_graphs = ""
-        self._warm_up()
         self.graphs = self._make_graphs() if num_blocks else None
 
     # ------------------------------------------------------------------ what it is
@@ -205,12 +191,30 @@ class ModelRunner:
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @torch.inference_mode()
-    def _warm_up(self) -> None:
-        with self.device.scope(), self._uploading():
-            self.attention.warm_up(self.config.max_model_len)
-            if self.state is not None:
-                self.state.warm_up()
+    def _build(self, backend: Backend, num_blocks: int) -> tuple[Attention, RequestState | None]:
+        """What a backend computes with, compiled for what steps will need."""
+        model, config, spec = self.model, self.config, self.model.spec
+        attention = backend.make_attention(
+            num_layers=spec.num_layers,
+            num_kv_blocks=num_blocks,
+            block_size=config.block_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        state = None
+        if self._uploads is not None:
+            attention.upload = self._uploads.put
+            state = RequestState(
+                config.max_num_seqs, config.max_model_len, config.block_size, model.device, attention.upload, backend.fused
+            )
+        with torch.inference_mode(), self.device.scope(), self._uploading():
+            attention.warm_up(config.max_model_len)
+            if state is not None:
+                state.warm_up()
+        return attention, state
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Capture the graphs of decode steps; without them, and a note why, where memory is short."""
@@ -236,9 +240,9 @@ class ModelRunner:
                 )
                 graphs.capture()
                 return graphs
-        except RuntimeError as error:
-            # Memory ran out, or something can't be recorded: steps run without graphs all the same.
-            first_line = str(error).split("\n")[0]
+        except Exception as error:
+            # Memory ran out, a kernel can't be compiled, or a call recorded: steps run without graphs all the same.
+            first_line = in_one_line(error)
             self._no_graphs = f"CUDA graphs are off: recording them failed ({first_line})."
             if ran_out(error):
                 self._no_graphs = f"CUDA graphs are off: memory ran out while they were recorded ({first_line}): {lower}."

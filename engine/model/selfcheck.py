@@ -28,7 +28,7 @@ from engine.core.runner import PENDING
 from engine.model.attention import Span
 from engine.model.attention.sdpa import SdpaAttention
 from engine.model.device import device_of
-from engine.model.fused import add_rms_norm, rms_norm, silu_mul
+from engine.model.fused import add_rms_norm, norm_heads, rms_norm, silu_mul
 from engine.model.graphs import (
     CudaGraphs,
     DecodeBuffers,
@@ -133,7 +133,7 @@ def _unavailable(device: torch.device) -> str:
         return "The fast kernels need an NVIDIA GPU; torch computes instead."
     try:
         import triton  # noqa: F401
-    except ImportError:
+    except ModuleNotFoundError:
         return "Triton is not installed, so torch computes attention: install the CUDA build of torch, which brings it."
     return ""
 
@@ -267,13 +267,16 @@ def _fused_difference(model: Transformer) -> float:
     x, added, weight = random(5, spec.hidden_size), random(5, spec.hidden_size), random(spec.hidden_size)
     sums = x.clone(), x.clone()
     norms = [add_rms_norm(sums[way], added, weight, spec.norm_eps, kernels=bool(way)) for way in (0, 1)]
-    heads, head_weight = random(5, spec.qkv_heads, spec.head_dim)[:, : spec.num_heads], random(spec.head_dim)
-    head_norms = [rms_norm(heads, head_weight, spec.norm_eps, kernels=bool(way)) for way in (0, 1)]
+    final_norms = [rms_norm(x, weight, spec.norm_eps, kernels=bool(way)) for way in (0, 1)]
+    qkv, head_weights = random(5, spec.qkv_heads, spec.head_dim), random(2, spec.head_dim)
+    heads = qkv.clone(), qkv.clone()
+    for way in (0, 1):
+        norm_heads(heads[way], head_weights[0], head_weights[1], spec.num_heads, spec.norm_eps, kernels=bool(way))
     if not _same_inputs(device):
         return float("inf")
     gate_up = random(5, 2 * spec.intermediate_size)
     products = [silu_mul(gate_up, kernels=bool(way)) for way in (0, 1)]
-    return max(_difference(fast, plain) for plain, fast in (sums, norms, head_norms, products))
+    return max(_difference(fast, plain) for plain, fast in (sums, norms, final_norms, heads, products))
 
 
 def _same_inputs(device: torch.device) -> bool:

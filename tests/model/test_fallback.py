@@ -6,11 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.core.config import EngineConfig
 from engine.model import backend as backends
+from engine.model import runner as runners
 from engine.model.attention.sdpa import SdpaAttention
 from engine.model.backend import Backend, choose_backend, describe_backend, verdict_on, working
 from engine.model.errors import ModelError, in_one_line
 from engine.model.loader import load_model
+from engine.model.runner import ModelRunner
+from tests.model.fake_gpu import LateDevice, ResidentSdpa
 
 
 class CompilationError(Exception):
@@ -121,3 +125,39 @@ def test_tritons_own_errors_are_told_by_their_cause():
     assert in_one_line(found) == "CompilationError: NameError('nothing is not defined')"
     assert not isinstance(found, RuntimeError) and not isinstance(runtime.OutOfResources(2, 1, "shared"), RuntimeError)
     assert in_one_line(runtime.OutOfResources(2, 1, "shared memory")).startswith("OutOfResources: out of resource: shared")
+
+
+SMALL = {"max_model_len": 32, "block_size": 8, "num_kv_blocks": 4, "max_num_seqs": 2, "max_num_batched_tokens": 20}
+
+
+class Broken(SdpaAttention):
+    """Kernels that don't compile."""
+
+    name = "broken"
+
+    def warm_up(self, longest):
+        raise CompilationError
+
+
+def test_a_lab_whose_kernels_do_not_compile_computes_with_torch_and_says_why(model, monkeypatch):
+    monkeypatch.setattr(runners, "choose_backend", lambda *arguments: Backend(Broken, "fast", True, lambda: None))
+    lab = ModelRunner(model, EngineConfig(**SMALL), device=LateDevice())
+    info = lab.describe_backend()
+    assert info.name == SdpaAttention.name and not info.fused and not info.graphs and lab.graphs is None
+    assert "CompilationError: no such intrinsic" in info.reason
+    assert not lab.state.kernels
+    with pytest.raises(ModelError, match="no such intrinsic"):
+        ModelRunner(model, EngineConfig(**SMALL), device=LateDevice(), attention_backend="triton")
+
+
+def test_a_graph_that_cannot_be_recorded_for_whatever_reason_is_done_without(model):
+    class Recorder:
+        def capture(self, work):
+            raise OutOfResources("ptxas")
+
+        def allocated_bytes(self):
+            return 0
+
+    backend = Backend(ResidentSdpa, "fast", False, Recorder)
+    lab = ModelRunner(model, EngineConfig(**SMALL), device=LateDevice(), backend=backend)
+    assert lab.graphs is None and "recording them failed (OutOfResources: ptxas)" in lab.describe_backend().reason
