@@ -19,7 +19,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: bool) -
     """Root-mean-square norm, x / sqrt(mean(x²) + eps) · weight, over the last dimension, computed in float32.
 
     Args:
-        x: [..., n], 2 or 3 dimensions, the last one contiguous; a slice of wider rows is fine.
+        x: [T, n], each row contiguous; a slice of wider rows is fine. Without ``kernels`` any number of dimensions.
         weight: [n].
         eps: keeps the square root away from 0.
         kernels: use the Triton kernel.
@@ -83,24 +83,12 @@ def silu_mul(gate_up: torch.Tensor, kernels: bool) -> torch.Tensor:
 def _launch_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     from engine.model.fused_kernels import rms_norm_kernel
 
-    size = x.shape[-1]
+    rows, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, inner_rows = x.numel() // size, x.shape[1] if x.dim() == 3 else 1
-    inner_stride = x.stride(1) if x.dim() == 3 else 0
     rms_norm_kernel[(rows,)](
-        x,
-        x if added is None else added,
-        weight,
-        out,
-        x.stride(0),
-        inner_stride,
-        inner_rows,
-        eps,
-        SIZE=size,
-        BLOCK=_power_of_two(size),
-        ADD=added is not None,
-        num_warps=min(16, max(1, _power_of_two(size) // 512)),
-    )
+        x, x if added is None else added, weight, out, x.stride(0), eps,
+        SIZE=size, BLOCK=_power_of_two(size), ADD=added is not None, num_warps=min(16, max(1, _power_of_two(size) // 512)),
+    )  # fmt: skip
     return out
 
 

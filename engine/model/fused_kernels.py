@@ -10,26 +10,16 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr,
-    added_ptr,
-    weight_ptr,
-    out_ptr,
-    outer_stride,
-    inner_stride,
-    inner_rows,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    x_ptr, added_ptr, weight_ptr, out_ptr, x_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     """Norm of one row of SIZE elements; with ADD, ``added`` [rows, SIZE] is added to ``x`` first, and the sum stored in x.
 
-    Row r of ``x`` starts at (r // inner_rows) · outer_stride + (r % inner_rows) · inner_stride; ``out`` is [rows, SIZE].
+    Rows of ``x`` are ``x_stride`` apart; ``out`` is [rows, SIZE].
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < SIZE
-    at = x_ptr + (row // inner_rows) * outer_stride + (row % inner_rows) * inner_stride + column
+    at = x_ptr + row * x_stride + column
     x = tl.load(at, mask=exists, other=0.0).to(tl.float32)
     number = x_ptr.dtype.element_ty
     if ADD:

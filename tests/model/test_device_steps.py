@@ -252,7 +252,7 @@ def test_no_graphs_where_memory_is_short(tiny, monkeypatch):
     [
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand so on"),
-            "while they were recorded (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB): lower num_kv_blocks",
+            "they were recorded (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB): lower num_kv_blocks",
         ),
         (
             RuntimeError("operation not permitted when stream is capturing\nand so on"),

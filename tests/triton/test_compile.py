@@ -145,7 +145,7 @@ def test_the_small_kernels_keep_to_registers(arch, dtype, workers, record_proper
     sizes = {"NUM_KV": 8, "GROUP": 4, "HEAD_DIM": 128, "WIDTH": 128, "BLOCK_M": 16, "SPLITS": 64}
     started["merge 64 × 128"] = workers.submit(compile_for, arch, merge_kernel, merge, sizes, 2)
     norm = dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "out_ptr"), element)
-    norm |= {"outer_stride": "i32", "inner_stride": "i32", "inner_rows": "i32", "eps": "fp32"}
+    norm |= {"x_stride": "i32", "eps": "fp32"}
     for size in (4096, 8192):
         sizes = {"SIZE": size, "BLOCK": size, "ADD": True}
         started[f"norm {size}"] = workers.submit(compile_for, arch, rms_norm_kernel, norm, sizes, size // 512)

@@ -31,12 +31,11 @@ def test_norm_of_the_sum(rows, size, dtype, seed):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_norm_of_heads_inside_wider_rows(dtype):
-    qkv = torch.randn(3, 10, 80).to(dtype)
-    before = qkv.clone()
-    weight = torch.randn(80).to(dtype)
-    close(rms_norm(qkv[:, 2:9], weight, 1e-6, kernels=True), rms_norm(qkv[:, 2:9], weight, 1e-6, kernels=False))
-    assert torch.equal(qkv, before)
+def test_norm_of_a_slice_of_wider_rows(dtype):
+    wide = torch.randn(3, 200).to(dtype)
+    before, weight = wide.clone(), torch.randn(80).to(dtype)
+    close(rms_norm(wide[:, 40:120], weight, 1e-6, kernels=True), rms_norm(wide[:, 40:120], weight, 1e-6, kernels=False))
+    assert torch.equal(wide, before)
 
 
 @settings(max_examples=40)
