@@ -1,7 +1,12 @@
 """Triton kernels of ``engine.model.state``: a step's inputs out of the requests' state, and what the step came to.
 
-One program serves one row (or one chunk) and has a few numbers to move, so each runs in a single warp. What would be a
-dozen launches of a few elements each is one.
+One program serves one row, or one chunk of a prompt, and has a few numbers to move: what would be a dozen launches of a few
+elements each is one. Choosing a token reads the logits of a row once, cut into chunks so that a single row keeps many
+processors busy, and the one chunk that a draw falls into again::
+
+    logits of a row    [ 4,096 tokens | 4,096 | … | the rest ]     survey: one program a chunk: largest, its token, Σ weights
+                                          ▲
+    finish: one program a row ────────────┘ the chunk in which the running sum exceeds point · Σ; then the token in it
 """
 
 # Triton reads the annotations of a kernel: only compile-time constants may have one.
@@ -94,64 +99,87 @@ def chunk_inputs_kernel(
 
 
 @triton.jit
+def weights_of(logits_ptr, column, top, temperature, VOCABULARY: tl.constexpr):
+    """exp((logit − top) / temperature) of some tokens, float64; 0 beyond the vocabulary."""
+    logits = tl.load(logits_ptr + column, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
+    anchor = tl.where(tl.abs(top) < float("inf"), top, 0.0)  # nothing but −∞ here: −∞ − −∞ would be NaN
+    return tl.exp((logits - anchor) / temperature).to(tl.float64)
+
+
+@triton.jit
+def survey_kernel(
+    logits_ptr, temperatures_ptr, numbers_ptr, tokens_ptr, logits_stride,
+    VOCABULARY: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, DRAWS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of BLOCK tokens of one row's ``logits`` [rows, VOCABULARY]: what ``finish_kernel`` needs to know of it.
+
+    ``numbers`` [rows, CHUNKS, 2] float64: the largest logit, and with DRAWS the sum of weights relative to it. ``tokens``
+    [rows, CHUNKS, 2] int64: the largest one's token, and how many logits are NaN.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits_ptr += row * logits_stride
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + column, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
+    strange = logits != logits
+    top, place = tl.max(tl.where(strange, float("-inf"), logits), 0, return_indices=True)
+    at = (row * CHUNKS + chunk) * 2
+    tl.store(numbers_ptr + at, top.to(tl.float64))
+    tl.store(tokens_ptr + at, (chunk * BLOCK + place).to(tl.int64))
+    tl.store(tokens_ptr + at + 1, tl.sum(strange.to(tl.int64), 0))
+    if DRAWS:
+        temperature = tl.load(temperatures_ptr + row)
+        tl.store(numbers_ptr + at + 1, tl.sum(weights_of(logits_ptr, column, top, temperature, VOCABULARY), 0))
+
+
+@triton.jit
 def finish_kernel(
-    seats_ptr, logits_ptr, temperatures_ptr, points_ptr, last_ptr, outcome_ptr, state_tokens_ptr, counters_ptr,
-    null_seat, logits_stride, last_stride, outcome_stride,
-    VOCABULARY: tl.constexpr, SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, DRAWS: tl.constexpr,
-    COMMIT: tl.constexpr,
+    seats_ptr, logits_ptr, numbers_ptr, tokens_ptr, temperatures_ptr, points_ptr, last_ptr, outcome_ptr, state_tokens_ptr,
+    counters_ptr, null_seat, logits_stride, last_stride, outcome_stride,
+    VOCABULARY: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_2: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_2: tl.constexpr, DRAWS: tl.constexpr, COMMIT: tl.constexpr,
 ):  # fmt: skip
     """One row: its token, and whether logits and last hidden state are finite; with COMMIT its seat keeps the token.
 
-    ``logits`` [rows, VOCABULARY], walked along BLOCK_V at a time: for the largest; with DRAWS again for the sum of weights,
-    and once more for the first token at which the running sum exceeds ``point`` · sum. ``last`` [rows, SIZE].
+    A draw inverts the running sum of weights: first over chunks, then within the one chunk in which it exceeds ``point`` ·
+    sum. ``last`` [rows, SIZE]; CHUNKS_2 and SIZE_2 are powers of two.
     """
-    row = tl.program_id(0)
-    logits_ptr += row.to(tl.int64) * logits_stride
-    best, token, strange = float("-inf"), tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
-    for base in range(0, VOCABULARY, BLOCK_V):
-        column = base + tl.arange(0, BLOCK_V)
-        logits = tl.load(logits_ptr + column, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
-        strange += tl.sum((logits != logits).to(tl.int32), 0)
-        top, place = tl.max(logits, 0, return_indices=True)
-        token = tl.where(top > best, (base + place).to(tl.int64), token)
-        best = tl.maximum(top, best)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS_2)
+    at = (row * CHUNKS + chunk) * 2
+    tops = tl.load(numbers_ptr + at, mask=chunk < CHUNKS, other=float("-inf")).to(tl.float32)
+    best, place = tl.max(tops, 0, return_indices=True)
+    token = tl.load(tokens_ptr + (row * CHUNKS + place) * 2)
+    strange = tl.sum(tl.load(tokens_ptr + at + 1, mask=chunk < CHUNKS, other=0), 0)
     fine = (strange == 0) & (tl.abs(best) < float("inf"))
     if DRAWS:
         point, temperature = tl.load(points_ptr + row), tl.load(temperatures_ptr + row)
         if fine & (point >= 0):
-            total = tl.full([], 0, tl.float64)
-            for base in range(0, VOCABULARY, BLOCK_V):
-                total += tl.sum(weights_of(logits_ptr, base, best, temperature, VOCABULARY, BLOCK_V), 0)
-            target, below, passed = point * total, tl.full([], 0, tl.float64), tl.full([], 0, tl.int64)
-            final = tl.full([], 0, tl.int32)
-            for base in range(0, VOCABULARY, BLOCK_V):
-                column = base + tl.arange(0, BLOCK_V)
-                weights = weights_of(logits_ptr, base, best, temperature, VOCABULARY, BLOCK_V)
-                reached = below + tl.cumsum(weights, 0)
-                passed += tl.sum(((reached <= target) & (column < VOCABULARY)).to(tl.int64), 0)
-                final = tl.maximum(final, tl.max(tl.where(weights > 0, column, 0), 0))
-                below += tl.sum(weights, 0)
-            token = tl.minimum(passed, final.to(tl.int64))  # rounding may leave the sum short of a point next to 1
+            scales = tl.exp((tops - best) / temperature).to(tl.float64)
+            sums = tl.load(numbers_ptr + at + 1, mask=chunk < CHUNKS, other=0.0) * scales
+            running = tl.cumsum(sums, 0)
+            target = point * tl.sum(sums, 0)
+            # Rounding may leave a running sum short of a point next to 1: the last token that has any weight is taken then.
+            hit = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), tl.max(tl.where(sums > 0, chunk, 0), 0))
+            below = tl.sum(tl.where(chunk < hit, sums, 0.0), 0)
+            scale = tl.sum(tl.where(chunk == hit, scales, 0.0), 0)
+            top = tl.max(tl.where(chunk == hit, tops, float("-inf")), 0)
+            offset = tl.arange(0, BLOCK)
+            base = logits_ptr + row * logits_stride
+            weights = weights_of(base, hit * BLOCK + offset, top, temperature, VOCABULARY) * scale
+            passed = tl.sum((below + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+            token = (hit * BLOCK + tl.minimum(passed, tl.max(tl.where(weights > 0, offset, 0), 0))).to(tl.int64)
     token = tl.where(fine, token, 0)
-    column = tl.arange(0, BLOCK)
-    last = tl.load(last_ptr + row.to(tl.int64) * last_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    column = tl.arange(0, SIZE_2)
+    last = tl.load(last_ptr + row * last_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
     fine = fine & (tl.sum(((last != last) | (tl.abs(last) == float("inf"))).to(tl.int32), 0) == 0)
     tl.store(outcome_ptr + row, fine.to(tl.int64))
     tl.store(outcome_ptr + outcome_stride + row, token)
     if COMMIT:
         seat = tl.load(seats_ptr + row)
         generated = tl.load(counters_ptr + seat * 4 + 1)
-        tl.debug_barrier()
+        tl.debug_barrier()  # every thread has read the number before one of them writes it
         tl.store(state_tokens_ptr + seat, token, mask=seat != null_seat)
         tl.store(counters_ptr + seat * 4 + 1, generated + 1, mask=seat != null_seat)
-
-
-@triton.jit
-def weights_of(logits_ptr, base, best, temperature, VOCABULARY: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Probabilities up to a factor, the largest 1, of BLOCK_V tokens from ``base`` on; float64, 0 beyond the vocabulary."""
-    column = base + tl.arange(0, BLOCK_V)
-    logits = tl.load(logits_ptr + column, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
-    return tl.exp((logits - best) / temperature).to(tl.float64)
 
 
 def launch_decode_inputs(state: RequestState, seats: torch.Tensor, into: DecodeInputs) -> None:
@@ -185,11 +213,17 @@ def launch_finish(
     commit: bool,
 ) -> None:
     """See ``RequestState.finish_decodes``."""
-    vocabulary, size = logits.shape[1], last.shape[1]
-    draws = (seats, seats) if inputs is None else (inputs.temperatures, inputs.points)
-    finish_kernel[(seats.shape[0],)](
-        seats, logits, *draws, last, outcome, state.tokens, state.counters,
+    (rows, vocabulary), size = logits.shape, last.shape[1]
+    block = min(4096, triton.next_power_of_2(vocabulary))
+    chunks = triton.cdiv(vocabulary, block)
+    numbers = torch.empty((rows, chunks, 2), dtype=torch.float64, device=logits.device)
+    tokens = torch.empty((rows, chunks, 2), dtype=torch.int64, device=logits.device)
+    temperatures, points = (numbers, numbers) if inputs is None else (inputs.temperatures, inputs.points)
+    shape = {"VOCABULARY": vocabulary, "CHUNKS": chunks, "BLOCK": block, "DRAWS": inputs is not None}
+    survey_kernel[(rows, chunks)](logits, temperatures, numbers, tokens, logits.stride(0), **shape, num_warps=4)
+    finish_kernel[(rows,)](
+        seats, logits, numbers, tokens, temperatures, points, last, outcome, state.tokens, state.counters,
         state.null, logits.stride(0), last.stride(0), outcome.stride(0),
-        VOCABULARY=vocabulary, SIZE=size, BLOCK_V=min(4096, triton.next_power_of_2(vocabulary)),
-        BLOCK=triton.next_power_of_2(size), DRAWS=inputs is not None, COMMIT=commit, num_warps=8,
+        **shape, CHUNKS_2=triton.next_power_of_2(chunks), SIZE=size, SIZE_2=triton.next_power_of_2(size), COMMIT=commit,
+        num_warps=8,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from engine.model.attention.triton_backend import narrow_shape, power_of_two, wi
 from engine.model.attention.triton_kernels import attend_kernel, merge_kernel, store_kernel
 from engine.model.fused import HEADS_A_PROGRAM
 from engine.model.fused_kernels import head_norm_kernel, rms_norm_kernel, silu_mul_kernel
-from engine.model.state_kernels import chunk_inputs_kernel, decode_inputs_kernel, finish_kernel
+from engine.model.state_kernels import chunk_inputs_kernel, decode_inputs_kernel, finish_kernel, survey_kernel
 from tests.triton.conftest import RESOURCES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -174,13 +174,17 @@ def test_the_kernels_of_the_requests_state_keep_to_registers(arch, workers, reco
     decode = state | written | {"seats_ptr": "*i64", "numbers_ptr": "*fp64", "tiles_ptr": "*i32", "null_seat": "i32"}
     decode |= {"temperatures_ptr": "*fp32", "points_ptr": "*fp64"}
     chunk = state | written | {"spans_ptr": "*i64", "ids_ptr": "*i64"}
-    finish = {"seats_ptr": "*i64", "logits_ptr": "*bf16", "last_ptr": "*bf16", "outcome_ptr": "*i64"}
-    finish |= {"temperatures_ptr": "*fp32", "points_ptr": "*fp64", "state_tokens_ptr": "*i64", "counters_ptr": "*i64"}
-    finish |= dict.fromkeys(("null_seat", "logits_stride", "last_stride", "outcome_stride"), "i32")
-    sizes = {"VOCABULARY": 151_936, "BLOCK_V": 4096, "SIZE": 8192, "BLOCK": 8192, "DRAWS": True, "COMMIT": True}
+    survey = {"logits_ptr": "*bf16", "temperatures_ptr": "*fp32", "numbers_ptr": "*fp64", "tokens_ptr": "*i64"}
+    survey |= {"logits_stride": "i32"}
+    finish = survey | {"seats_ptr": "*i64", "points_ptr": "*fp64", "last_ptr": "*bf16", "outcome_ptr": "*i64"}
+    finish |= {"state_tokens_ptr": "*i64", "counters_ptr": "*i64"}
+    finish |= dict.fromkeys(("null_seat", "last_stride", "outcome_stride"), "i32")
+    chunks = {"VOCABULARY": 151_936, "CHUNKS": 38, "BLOCK": 4096, "DRAWS": True}
+    sizes = chunks | {"CHUNKS_2": 64, "SIZE": 8192, "SIZE_2": 8192, "COMMIT": True}
     started = {
         "decode inputs": workers.submit(compile_for, arch, decode_inputs_kernel, decode, {"FIELDS": 7, **table}, 1),
         "chunk inputs": workers.submit(compile_for, arch, chunk_inputs_kernel, chunk, {"BLOCK": 128, **table}, 1),
+        "survey": workers.submit(compile_for, arch, survey_kernel, survey, chunks, 4),
         "finish": workers.submit(compile_for, arch, finish_kernel, finish, sizes, 8),
     }
     used = {name: future.result() for name, future in started.items()}

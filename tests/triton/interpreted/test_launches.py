@@ -23,7 +23,7 @@ from tests.triton.interpreted.recorded import RecordedGraphs, small
 CPU = torch.device("cpu")
 SPLIT, WHOLE = 32, 16
 """Lengths of sequences whose keys are split in two, and are not, by attention in small tiles."""
-MOST_BESIDE = {0.0: 15, 0.6: 27}
+MOST_BESIDE = {0.0: 10, 0.6: 10}
 """Kernels of a step outside of its layers (inputs, embedding, head, choosing a token), by temperature, at most."""
 COMPOSED = {"aten::isfinite": 4}
 """What torch computes in several kernels on a GPU."""
