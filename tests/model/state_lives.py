@@ -123,7 +123,7 @@ class Lives:
     def _end_of_failure(self, works):
         while self.unknown:  # the engine collects the step before it schedules the next one
             self._learn()
-        ended = {request for work in works for request in (work.request, *work.samples)}
+        ended = {r for work in works for r in (work.request, *work.samples) if self.ids.random() < 0.5}  # others try again
         self.live = [request for request in self.live if request not in ended]
 
     def _make_inputs(self, works, changes, decode):

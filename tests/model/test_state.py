@@ -67,13 +67,20 @@ def test_tokens_learned_late_are_not_taken_for_newer_ones():
     state.plan([decode(request, [3])], resident_tokens=True)
     state.learn(turn, first.sampling, [7])
     request.token_ids[-1:] = [7, PENDING]
-    assert state.plan([decode(request, [3, 4])], resident_tokens=True).tokens == ([], [])
+    later = state.plan([decode(request, [3, 4])], resident_tokens=True)
+    assert later.tokens == ([], [])
+    state.learn(turn, first.sampling, [9])
+    request.token_ids[-1:] = [8, 9]
+    assert state.plan([decode(request, [3, 4])], resident_tokens=True).tokens == (first.seats, [9])
 
 
 def test_more_requests_than_seats_are_refused():
     works = [decode(make_request(str(i)), [1]) for i in range(3)]
-    with pytest.raises(ModelError, match="a step of 3 requests, but max_num_seqs is 2"):
-        state_of().plan(works, resident_tokens=True)
+    state = state_of()
+    for before in ([], works[:1], works[1:]):
+        state.plan(before, resident_tokens=True)
+        with pytest.raises(ModelError, match="a step of 3 requests, but max_num_seqs is 2"):
+            state.plan(works, resident_tokens=True)
 
 
 def test_a_table_that_is_too_wide_is_refused():
@@ -89,6 +96,15 @@ def test_a_token_that_nobody_sampled_is_refused(sampled_before):
         request.token_ids.append(5)
     request.token_ids.append(PENDING)
     with pytest.raises(KeyError, match=r"Request\('a'.* is pending, but the step submitted before doesn't sample for it"):
+        state.plan([decode(request, [3])], resident_tokens=True)
+
+
+def test_a_token_of_a_step_that_failed_is_refused():
+    state, request = state_of(), make_request("a", [1, 2])
+    state.plan([decode(request, [3])], resident_tokens=True)
+    state.distrust()
+    request.token_ids.append(PENDING)
+    with pytest.raises(KeyError, match="is pending"):
         state.plan([decode(request, [3])], resident_tokens=True)
 
 
