@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from engine.core.model_info import ModelInfo
 from engine.core.outputs import EngineStats
 from engine.observe.log import TraceLog
 from engine.observe.metrics import Summary, latencies, measure, whole_run
-from engine.serve.protocol import ModelInfo
 
 RECENT = 400
 """Newest steps that a figure looks at."""
@@ -31,12 +31,12 @@ class Reading:
         self._latencies: dict[str, Summary] | None = None
         self._log = log
 
-    def latency(self, name: str) -> str:
-        """Median of a latency in milliseconds with its sample count."""
+    def latency(self, name: str, samples: str = "request") -> str:
+        """Median of a latency in milliseconds, and how many samples of which kind it rests on."""
         if self._latencies is None:
             self._latencies = dict(latencies(self.traces))
         found = self._latencies[name]
-        return f"median {1000 * found.p50:,.0f} ms over {found.count}" if found.p50 is not None else ""
+        return f"median {1000 * found.p50:,.0f} ms, {_many(found.count, samples)}" if found.p50 is not None else ""
 
     def rows(self, kind: str) -> int:
         """Tokens of that kind in the newest steps."""
@@ -50,9 +50,13 @@ class Reading:
         return f"{found:,.0f} output tokens/s" if found else ""
 
 
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _tokens(reading: Reading, kind: str) -> str:
     count = reading.rows(kind)
-    return f"{count:,} tokens in the newest {len(reading.steps)} steps" if count else ""
+    return f"{_many(count, 'token')} in the newest {_many(len(reading.steps), 'step')}" if count else ""
 
 
 def _weights(reading: Reading) -> str:
@@ -95,13 +99,13 @@ FIGURES: dict[str, Callable[[Reading], str]] = {
     "batching": _batching,
     "running": lambda reading: (
         f"{reading.stats.running} running, {reading.stats.waiting} waiting, "
-        f"{reading.config.max_num_seqs} seats ({reading.config.batching})"
+        f"{_many(reading.config.max_num_seqs, 'seat')} ({reading.config.batching})"
     ),
     "chunks": _chunks,
     "weights": _weights,
     "blocks": _blocks,
     "ttft": lambda reading: reading.latency("ttft"),
-    "tpot": lambda reading: reading.latency("itl"),
+    "tpot": lambda reading: reading.latency("itl", "gap"),
     "latency": lambda reading: reading.latency("e2e"),
     "throughput": lambda reading: reading.throughput(),
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.model_info import ModelInfo
 from engine.observe.formulas import (
     FormulaError,
     ModelShape,
@@ -17,7 +18,6 @@ from engine.observe.formulas import (
     shape_from_config,
     weight_bytes,
 )
-from engine.serve.protocol import ModelInfo
 
 MAX_CONFIG = 200_000
 """Longest config.json that can be pasted, characters."""

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from engine.core.model_info import ModelInfo
 from engine.model.backend import describe_backend
 from engine.model.checkpoint import Checkpoint, Progress, eos_ids, find_checkpoint, silent
 from engine.model.errors import ModelError
@@ -22,33 +23,6 @@ DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What produced the numbers; the fields are those of ``engine.serve.protocol.ModelInfo``."""
-
-    name: str
-    title: str
-    weights: str
-    architecture: str
-    device: str
-    dtype: str
-    threads: int
-    omp_wait: str
-    attention: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    max_position: int
-    num_parameters: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-    has_chat_template: bool
-    versions: dict[str, str]
-
-
 @dataclass(slots=True)
 class LoadedModel:
     """A model ready to run. Several engines can share it."""
@@ -56,7 +30,7 @@ class LoadedModel:
     transformer: Transformer
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
-    info: ModelFacts
+    info: ModelInfo
     attention_backend: str = "auto"
     """What was asked to compute attention; see ``engine.model.backend``."""
 
@@ -158,11 +132,11 @@ def omp_wait() -> str:
     return policy.lower() if policy else "libgomp's default"
 
 
-def _facts(checkpoint: Checkpoint, spec: ModelSpec, model: Transformer, tokenizer: Tokenizer, attention: str) -> ModelFacts:
+def _facts(checkpoint: Checkpoint, spec: ModelSpec, model: Transformer, tokenizer: Tokenizer, attention: str) -> ModelInfo:
     device = str(model.device)
     if model.device.type == "cuda":
         device = f"{device} {torch.cuda.get_device_name(model.device)}"
-    return ModelFacts(
+    return ModelInfo(
         name=checkpoint.name,
         title=checkpoint.title,
         weights=checkpoint.weights,

@@ -20,12 +20,13 @@ import msgspec
 from engine.core.clock import PausableClock
 from engine.core.config import ConfigError, EngineConfig, build_config, require_gpu
 from engine.core.engine import Engine
+from engine.core.model_info import ModelInfo
 from engine.core.outputs import ClosedRequest, OpenedRequest, TextCodec, TokenEvent
 from engine.core.runner import Runner
 from engine.core.sampling_params import SamplingParams
 from engine.core.trace import DeviceSample, StepTrace
 from engine.serve.gpu_figures import GpuName
-from engine.serve.protocol import BackendFacts, LabInfo, LabUpdate, ModelInfo, Send
+from engine.serve.protocol import BackendFacts, LabInfo, LabUpdate, Send
 from engine.serve.traffic import Traffic
 
 MAX_COPIES = 64

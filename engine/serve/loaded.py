@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 
@@ -16,7 +15,7 @@ from engine.model.memory import CudaProbe, fit_pool
 from engine.model.runner import ModelRunner, available_bytes
 from engine.serve.detokenizer import Codec
 from engine.serve.gpu_figures import GpuName
-from engine.serve.protocol import HostOptions, LoadModel, ModelInfo
+from engine.serve.protocol import HostOptions, LoadModel
 
 
 class TorchModel:
@@ -37,7 +36,7 @@ class TorchModel:
         self._enforce_eager = options.enforce_eager
         self.codec: TextCodec = Codec(self._loaded.tokenizer)
         self.eos_token_ids = self._loaded.eos_token_ids
-        self.info = ModelInfo(**dataclasses.asdict(self._loaded.info))
+        self.info = self._loaded.info
         self.context_limit = self._loaded.context_limit
         self.gpu = gpu_name(self._loaded.transformer.device)
 

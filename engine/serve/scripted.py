@@ -19,11 +19,11 @@ from collections.abc import Callable
 import psutil
 
 from engine.core.config import EngineConfig, require_gpu
+from engine.core.model_info import ModelInfo
 from engine.core.outputs import IncrementalDecoder, TextCodec
 from engine.core.request import Request
 from engine.core.runner import Runner, ScriptedRunner, StepBatch, StepResult
 from engine.serve.gpu_figures import GpuName
-from engine.serve.protocol import ModelInfo
 
 FAILS = 255
 """A prompt that holds this token makes its step fail."""

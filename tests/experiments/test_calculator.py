@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
+import msgspec
 import pytest
 
 from app.experiments.kv_memory import KNOWN, answer, of_config, of_model, of_text, pool_estimate, size
@@ -13,7 +13,6 @@ from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
 from engine.observe.formulas import FormulaError
 from engine.serve.detokenizer import Codec
-from engine.serve.protocol import ModelInfo
 
 BY_HAND = {
     "Llama-3.1-8B": "128 KiB",
@@ -83,7 +82,7 @@ def test_the_formula_gives_the_bytes_that_the_engine_allocates(changes):
     loaded = load_model("tiny", "cpu", "float32")
     config = build_config({"num_kv_blocks": 20, "block_size": 16, "max_model_len": 32, **changes})
     runner = ModelRunner(loaded.transformer, config, Codec(loaded.tokenizer))
-    shape = of_model(ModelInfo(**dataclasses.asdict(loaded.info)))
+    shape = of_model(loaded.info)
     estimate = pool_estimate(shape.bytes_per_token(loaded.info.dtype), config.num_kv_blocks, config.block_size)
     assert estimate == runner.kv_pool_bytes
-    assert of_model(ModelInfo(**{**dataclasses.asdict(loaded.info), "num_layers": 0})) is None
+    assert of_model(msgspec.structs.replace(loaded.info, num_layers=0)) is None
