@@ -280,13 +280,14 @@ def _fused_difference(model: Transformer) -> float:
 
 
 def _same_inputs(device: torch.device) -> bool:
-    """Whether the kernel makes the same inputs of a mixed step as torch: a chunk, a decode, padding."""
+    """Whether the kernel makes the same inputs of a mixed step as torch: a chunk of several rounds, a decode, padding."""
     results = []
     for kernels in (False, True):
-        state = RequestState(3, 64, 8, device, partial(_upload, device), kernels)
-        state.write({2: Row(5, [3, 9, 4, 7]), 0: Row(17, [8, 1, 6], token=44), 1: Row(9, [0, 0], writes=False)})
-        spans = state.upload([[0, 20, 2], [20, 1, 0], [21, 2, 1]], torch.int64)
-        ids = state.upload([*range(20), PENDING, 0, 0], torch.int64)
+        state = RequestState(3, 320, 8, device, partial(_upload, device), kernels)
+        long = [3, 9, 4, *range(70, 33, -1)]
+        state.write({2: Row(5, long), 0: Row(17, [8, 1, 6], token=44), 1: Row(9, [0, 0], writes=False)})
+        spans = state.upload([[0, 300, 2], [300, 1, 0], [301, 2, 1]], torch.int64)
+        ids = state.upload([*range(300), PENDING, 0, 0], torch.int64)
         results.append((*state.chunk_inputs(spans, ids), state.counters))
     return all(torch.equal(plain, fast) for plain, fast in zip(*results, strict=True))
 

@@ -131,7 +131,9 @@ class Lives:
         if decode:
             rows = len(works) + 1
             inputs = self.inputs[:rows]
-            state.decode_inputs(upload([*changes.seats, state.null], torch.int64), inputs, draws=True)
+            seats = upload([*changes.seats, state.null], torch.int64)
+            state.decode_inputs(seats, inputs, draws=True)
+            assert [inputs.temperatures.tolist(), inputs.points.tolist()] == [part.tolist() for part in state.draws(seats)]
             assert inputs.tiles[:, :2].tolist() == [[row, 1] for row in range(rows)]
             assert inputs.tiles[:, 3].tolist() == [*changes.seats, state.null]
             assert inputs.tiles[:, 2].tolist() == inputs.positions.tolist()

@@ -51,6 +51,15 @@ def test_a_long_decode_sends_a_block_when_one_begins_and_nothing_else():
                     *[(0, 0, 0, 0)] * 3, new_block, (0, 0, 0, 0), (0, 0, 0, 0)]  # fmt: skip
 
 
+def test_a_fork_goes_on_with_nothing_sent_but_its_table():
+    state, parent, fork = state_of(), make_request("a", [1, 2]), make_request("b", [1, 2], sample_index=1, temperature=1)
+    first = state.plan([Work(parent, [1, 2], 0, [3], (parent, fork))], resident_tokens=False)
+    assert len(first.counters) == len(first.numbers) == 2
+    fork.token_ids.append(PENDING)
+    second = state.plan([decode(fork, [4])], resident_tokens=True)
+    assert (second.counters, second.numbers, second.tokens) == ([], [], ([], [])) and second.entries[1] == [4]
+
+
 def test_a_token_that_the_host_changed_is_sent():
     state, request = state_of(), make_request("a", [1, 2])
     changes = state.plan([decode(request, [3])], resident_tokens=True)

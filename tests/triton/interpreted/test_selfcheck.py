@@ -1,15 +1,17 @@
 """The check at start lets right kernels through and catches broken ones. Kernels run in Triton's interpreter."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from engine.model import fused, selfcheck
+from engine.model import fused, selfcheck, state_kernels
 from engine.model.attention import triton_backend
 from engine.model.attention.triton_backend import TritonAttention
 from engine.model.loader import load_model
 from engine.model.selfcheck import self_check
+from tests.model.fake_gpu import ResidentSdpa
 from tests.triton.interpreted.recorded import RecordedGraphs, small
 
 
@@ -113,6 +115,64 @@ def test_a_wrong_fused_kernel_is_found_out(model, monkeypatch):
     found = verdict(model, lambda **settings: Refused(**settings, processors=8))
     assert not found.fused
     assert "fused kernels: WRONG" in found.reason
+
+
+def forgetful(right, state, spans, token_ids):
+    before = state.counters.clone()
+    made = right(state, spans, token_ids)
+    state.counters.copy_(before)
+    return made
+
+
+def one_round(right, state, spans, token_ids):
+    """Later rounds of the kernel's loop give what the first one gave."""
+    made = right(state, spans, token_ids)
+    for part in made:
+        part[128 : 2 * 128] = part[: part[128 : 2 * 128].shape[0]]
+    return made
+
+
+def pending_left(right, state, spans, token_ids):
+    _, *places = right(state, spans, token_ids)
+    return token_ids.clone(), *places
+
+
+def misplaced(right, *arguments):
+    ids, positions, slots = right(*arguments)
+    return ids, positions, slots.roll(1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, forgetful, one_round, pending_left, misplaced], ids=lambda wrong: str(wrong and wrong.__name__)
+)
+def test_wrong_inputs_of_a_mixed_step_are_found_out(monkeypatch, wrong):
+    if wrong is not None:
+        monkeypatch.setattr(state_kernels, "launch_chunk_inputs", partial(wrong, state_kernels.launch_chunk_inputs))
+    assert selfcheck._same_inputs(torch.device("cpu")) == (wrong is None)
+
+
+def uncommitted(right, *arguments):
+    right(*arguments[:-1], False)
+
+
+def other_tokens(right, state, seats, logits, inputs, last, outcome, commit):
+    right(state, seats, logits, inputs, last, outcome, commit)
+    outcome[1].copy_((outcome[1] + 1) % logits.shape[1])
+
+
+def padding_grows(right, state, seats, into):
+    right(state, seats, into)
+    state.counters[state.null, 0].add_(1)
+
+
+@pytest.mark.parametrize(
+    ("launch", "wrong"),
+    [("launch_finish", uncommitted), ("launch_finish", other_tokens), ("launch_decode_inputs", padding_grows)],
+)
+def test_a_wrong_start_or_end_of_a_graph_is_found_out(model, monkeypatch, launch, wrong):
+    monkeypatch.setattr(state_kernels, launch, partial(wrong, getattr(state_kernels, launch)))
+    with torch.inference_mode():
+        assert selfcheck._graph_difference(model, 8, ResidentSdpa, RecordedGraphs(), fused=True) == math.inf
 
 
 def test_without_a_gpu_it_says_so(model):
