@@ -595,13 +595,14 @@ class _ModelFiles:
 
 def _look_at_model() -> _ModelFiles:
     """Find the embedded model's files. Needs torch to load."""
+    from engine.core.folders import cache_folder
     from engine.model import checkpoint
 
     try:
         embedded = checkpoint.smollm2_gguf()
     except ValueError:
         embedded = None
-    folder = checkpoint.cache_folder()
+    folder = cache_folder()
     copies = sorted(folder.glob(f"*-v{checkpoint.CONVERSION}/config.json"))
     return _ModelFiles(embedded, copies[0].parent if copies else None, folder)
 

