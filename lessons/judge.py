@@ -45,11 +45,24 @@ def _judge_number(block: Predict | Question, given: float, truth: float) -> Verd
         close = close or times <= factor * (1 + 1e-9)
         if difference == 0:
             return Verdict(True, "exactly right")
-        return Verdict(close, f"{number(times)} times too {'high' if difference > 0 else 'low'}")
+        return Verdict(close, f"{_excess(times)} too {'high' if difference > 0 else 'low'}")
     if abs(difference) <= 1e-9 * max(1.0, abs(truth)):
         return Verdict(True, "exactly right")
-    unit = f" {block.unit}" if block.unit else ""
-    return Verdict(close, f"{number(abs(difference))}{unit} too {'high' if difference > 0 else 'low'}")
+    apart = f"{number(abs(difference))} {_unit(abs(difference), block.unit)}".strip()
+    return Verdict(close, f"{apart} too {'high' if difference > 0 else 'low'}")
+
+
+def _excess(times: float) -> str:
+    """A ratio above 1 in words. Near 1 a share says more: 1.002 times would read as once."""
+    if times >= 1.1:
+        return f"{number(times)} times"
+    percent = 100 * (times - 1)
+    return f"{number(percent)} %" if percent >= 0.01 else "less than 0.01 %"
+
+
+def _unit(value: float, unit: str) -> str:
+    """The unit as it stands behind a number: 1 step, 2 steps; an abbreviation (ms) stays."""
+    return unit.removesuffix("s") if value == 1 and len(unit) > 3 else unit
 
 
 def right_option(question: Question) -> str:
@@ -75,7 +88,8 @@ def say(answer: Answer | None, block: Any = None) -> str:
         return " → ".join(texts.get(item, item) for item in answer)
     if isinstance(answer, str):
         return texts.get(answer, answer)
-    return f"{getattr(block, 'prefix', '')} {number(float(answer))} {getattr(block, 'unit', '')}".strip()
+    value = float(answer)
+    return f"{getattr(block, 'prefix', '')} {number(value)} {_unit(value, getattr(block, 'unit', ''))}".strip()
 
 
 def fill(text: str, values: Mapping[str, Value], runs: Runs) -> str:

@@ -53,11 +53,13 @@ def _predict(view: View, block: Predict) -> None:
         st.markdown(f"**Predict.** {view.words(block.question)}")
         answer = _answer_input(block, f"{view.lesson.id}-{block.id}")
         if st.form_submit_button("Lock in", key=f"lock-{view.lesson.id}-{block.id}"):
-            if answer is None:
-                st.warning("Give an answer first. A guess is fine, it can't be wrong before the run.")
+            missing = _missing(block, answer)
+            if missing or answer is None:
+                st.warning(missing)
             else:
                 view.mine.answers[block.id] = answer
                 view.save()
+                view.show_what_follows(block.id)
                 focus.ask(next_target(view, block.id))
                 st.rerun()
     for place, hint in enumerate(block.hints, 1):
@@ -77,7 +79,17 @@ def _answer_input(block: Predict | Question, key: str) -> Answer | None:
     picked = st.multiselect(
         "Pick them one after the other, the first one first", list(texts), format_func=texts.__getitem__, key=key
     )
-    return picked if len(picked) == len(texts) else None
+    return picked or None
+
+
+def _missing(block: Predict, answer: Answer | None) -> str:
+    """What an answer lacks, in words; '' when it can be locked in."""
+    if answer is None:
+        return "Give an answer first. A guess is fine, it can't be wrong before the run."
+    if isinstance(answer, list) and len(answer) < len(block.options):
+        left = len(block.options) - len(answer)
+        return f"{left} of the {len(block.options)} {'is' if left == 1 else 'are'} not in your order yet. Pick all of them."
+    return ""
 
 
 def _run(view: View, block: RunBlock) -> None:
@@ -118,7 +130,7 @@ def _do_runs(view: View, wanted: list[tuple[str, dict[str, Any]]]) -> bool:
         st.info(f"The model is not ready yet: {state.error or state.stage or state.state}. Try again in a moment.")
         return False
     try:
-        with st.spinner("The engine works…"):
+        with st.spinner("The engine works…", show_time=True):
             hub().ensure_open(view.lab)
             for name, knobs in wanted:
                 experiment = within_quota(view.module.EXPERIMENTS[name](**knobs), view.lab)
@@ -147,9 +159,9 @@ def _remember_measured(view: View) -> None:
                 view.mine.measured[block.id] = found
 
 
-def _compare_table(given: str, truth: str, distance: str) -> str:
+def _compare_table(given: str, truth: str, distance: str, source: str) -> str:
     cells = "".join(f"<td>{html.escape(text)}</td>" for text in (given, truth, distance))
-    heads = "".join(f"<th scope='col'>{text}</th>" for text in ("You predicted", "This run measured", "Apart"))
+    heads = "".join(f"<th scope='col'>{text}</th>" for text in ("You predicted", source, "Apart"))
     return f"<table class='lesson-compare'><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
 
 
@@ -165,7 +177,9 @@ def _compare(view: View, block: Compare) -> None:
     verdict = judge(predict, given, truth)
     with st.container(border=True):
         st.markdown(f"**Compare.** {view.words(predict.question)}")
-        st.html(_compare_table(say(given, predict), say(truth, predict), verdict.distance))
+        needs_no_run = measured(view.values, predict.answer, {}) is not None
+        source = "The formula gives" if needs_no_run else "This run measured"
+        st.html(_compare_table(say(given, predict), say(truth, predict), verdict.distance, source))
         (st.success if verdict.right else st.warning)(view.words(block.right if verdict.right else block.wrong))
         if block.samples:
             count = measured(view.values, block.samples, view.runs)

@@ -30,12 +30,13 @@ def course_page(store: Store) -> None:
     st.progress(done / len(lessons), text=words)
     _next_lesson(lessons, progress)
     reading = Reading(lab.log, lab.client.state.model, lab.config)
-    columns = st.columns(len(course().branches))
-    for column, branch in zip(columns, course().branches, strict=True):
-        with column:
-            st.header(branch.title, anchor=False)
-            for node in branch.nodes:
-                _node(node, lessons, progress, reading)
+    with st.container(key="course-map"):
+        columns = st.columns(len(course().branches))
+        for column, branch in zip(columns, course().branches, strict=True):
+            with column:
+                st.header(branch.title, anchor=False)
+                for node in branch.nodes:
+                    _node(node, lessons, progress, reading)
     st.caption("“In your lab” is what your own lab shows right now. It changes as you work.")
     _progress_file(store, progress, lessons)
     st.header("All words", anchor=False)
@@ -54,12 +55,13 @@ def _next_lesson(lessons: dict[str, Lesson], progress: Progress) -> None:
     if following is None:
         return
     begun = progress.of(following.id).cards > 0
-    st.page_link(
-        "screens/lesson.py",
-        label=f"{'Go on with' if begun else 'Start'}: {following.front.title}",
-        query_params={"lesson": following.id},
-        icon=":material/arrow_forward:",
-    )
+    with st.container(key="next-lesson"):
+        st.page_link(
+            "screens/lesson.py",
+            label=f"{'Go on with' if begun else 'Start'}: {following.front.title}",
+            query_params={"lesson": following.id},
+            icon=":material/arrow_forward:",
+        )
 
 
 def _node(node: Node, lessons: dict[str, Lesson], progress: Progress, reading: Reading) -> None:

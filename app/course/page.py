@@ -113,6 +113,7 @@ def _close_card(view: View, place: int) -> None:
     view.mine.cards = max(view.mine.cards, place + 1)
     view.mine.done = view.mine.cards == len(view.lesson.cards)
     view.save()
+    view.show_card(place + 1)
     focus.ask("lesson-done" if view.mine.done else f"card-{place + 1}")
 
 

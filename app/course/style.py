@@ -13,11 +13,16 @@ def style(theme: Theme) -> str:
 _RULES = """
 .stApp, .stApp header.stAppHeader { background-color: var(--lesson-paper); }
 .stMainBlockContainer { padding: 4.5rem 2rem 4rem 2rem; }
+.stApp .stMain { scroll-padding-top: 4.5rem; }
 .stMainBlockContainer h1 { font-size: 2rem; padding: 0 0 0.25rem 0; }
 .stMainBlockContainer h2 { font-size: 1.3rem; padding: 0.25rem 0; }
 .stColumn:has(> .stVerticalBlock .st-key-lesson-picture) {
   position: sticky; top: 4rem; align-self: flex-start; max-height: calc(100vh - 5rem); overflow-y: auto;
 }
+.st-key-course-map .stPageLink a { padding-left: 0; }
+.st-key-course-map .stPageLink p { font-weight: 600; font-size: 1rem; }
+.st-key-next-lesson .stPageLink a { border: 2px solid currentColor; border-radius: 0.5rem; padding: 0.4rem 1rem; }
+.st-key-next-lesson .stPageLink p { font-weight: 600; }
 .lesson-tables table { width: 100%; border-collapse: collapse; font-size: 0.95rem; margin: 0; }
 .lesson-tables :is(th, td) { text-align: left; padding: 0.2rem 0.5rem; border-bottom: 1px solid var(--lesson-line); }
 .lesson-tables td { font-variant-numeric: tabular-nums; }

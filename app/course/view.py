@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -61,6 +61,26 @@ class View:
     def show(self, block_id: str, frame: int | None = None) -> None:
         """Move the picture to a block."""
         st.session_state[self._focus_key] = (block_id, frame)
+
+    def show_what_follows(self, block_id: str) -> None:
+        """After a block was done: move the picture to the explanation that appears below it, if its run is there."""
+        for card in self.lesson.cards:
+            ids = [block.id for block in card.blocks]
+            if block_id in ids:
+                self._show_first_explanation(card.blocks[ids.index(block_id) + 1 :])
+
+    def show_card(self, place: int) -> None:
+        """The same for a part that was just opened."""
+        if place < len(self.lesson.cards):
+            self._show_first_explanation(self.lesson.cards[place].blocks)
+
+    def _show_first_explanation(self, blocks: Sequence[AnyBlock]) -> None:
+        for block in blocks:
+            if isinstance(block, Explain) and block.run in self.runs:
+                self.show(block.id, self.mine.seen.get(block.id, 0))
+                return
+            if not is_done(block, self.mine):
+                return
 
     @property
     def _focus_key(self) -> str:

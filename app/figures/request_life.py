@@ -71,8 +71,9 @@ def _brackets(ticks: list[float], end: float, theme: Theme) -> tuple[list[dict[s
     notes: list[dict[str, Any]] = []
     spans = [("TTFT", 0.0, ticks[0], 1.62)]
     if len(ticks) > 1:
-        spans.append((f"{len(ticks) - 1} gaps: ITL each, TPOT their mean", ticks[0], ticks[-1], 0.38))
+        spans.append((f"{len(ticks) - 1} {'gap' if len(ticks) == 2 else 'gaps'}, an ITL each", ticks[0], ticks[-1], 0.38))
     spans.append(("E2E latency", 0.0, ticks[-1], 2.2))
+    mean = f"<br>TPOT, their mean · {(ticks[-1] - ticks[0]) / max(1, len(ticks) - 1):,.1f} ms"
     for text, low, high, y in spans:
         line = {"color": theme.ink, "width": 1.2}
         shapes.append({"type": "line", "x0": low, "x1": high, "y0": y, "y1": y, "line": line})
@@ -81,8 +82,8 @@ def _brackets(ticks: list[float], end: float, theme: Theme) -> tuple[list[dict[s
         x, anchor = _label_place(low, high, end)
         notes.append(
             {
-                "x": x, "y": y, "text": f"{text} · {high - low:,.1f} ms", "showarrow": False,
-                "xanchor": anchor, "yanchor": "top" if below else "bottom",
+                "x": x, "y": y, "text": f"{text} · {high - low:,.1f} ms{mean if below else ''}", "showarrow": False,
+                "xanchor": anchor, "yanchor": "top" if below else "bottom", "align": anchor,
                 "font": {"color": theme.ink, "size": 12},
             }
         )  # fmt: skip

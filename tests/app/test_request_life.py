@@ -32,3 +32,13 @@ def test_every_stage_of_a_life_is_a_valid_figure(theme, tokens) -> None:
     for note in notes.values():
         edge = {"left": note["x"] - low, "right": high - note["x"], "center": min(note["x"] - low, high - note["x"])}
         assert edge[note["xanchor"]] >= 0 and (note["xanchor"] != "center" or edge["center"] > 0.25 * (high - low))
+
+
+@pytest.mark.parametrize("tokens", [(1.05, 1.06), (1.05, 1.1, 5.0)], ids=len)
+def test_the_gaps_and_their_mean_are_named_apart(tokens) -> None:
+    """A bracket that covers all gaps must not read as if its length were TPOT."""
+    notes = [note["text"] for note in request_life_figure(trace(*tokens), LIGHT)["layout"]["annotations"]]
+    together, mean = next(text for text in notes if "TPOT" in text).split("<br>")
+    span = 1000 * (tokens[-1] - tokens[0])
+    assert together.endswith(f"· {span:,.1f} ms") and "TPOT" not in together
+    assert mean == f"TPOT, their mean · {span / (len(tokens) - 1):,.1f} ms"

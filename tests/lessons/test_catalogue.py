@@ -22,8 +22,20 @@ from lessons.catalogue import (
     slug,
     texts_of,
 )
-from lessons.judge import fill, judge, number, say
-from lessons.model import PICTURES, Explain, Explore, LessonError, Option, Predict, Production, RunBlock, Term
+from lessons.judge import fill, judge, number, right_option, say
+from lessons.model import (
+    PICTURES,
+    Check,
+    Explain,
+    Explore,
+    Lesson,
+    LessonError,
+    Option,
+    Predict,
+    Production,
+    RunBlock,
+    Term,
+)
 
 FRONT = """---
 id: x
@@ -226,3 +238,44 @@ def test_a_number_is_judged_by_tolerance_or_by_factor():
     assert judge(times, 21, 10).distance == "2.1 times too high"
     assert not judge(times, 0, 10).right
     assert not judge(times, -5, 10).right
+
+
+@pytest.mark.parametrize(
+    ("unit", "given", "truth", "words"),
+    [
+        ("steps", 25, 24, "1 step too high"),
+        ("steps", 26, 24, "2 steps too high"),
+        ("ms", 23, 24, "1 ms too low"),
+        ("", 23, 24, "1 too low"),
+        ("%", 23, 24, "1 % too low"),
+    ],
+)
+def test_distances_count_in_the_right_number(unit: str, given: float, truth: float, words: str):
+    block = Predict(question="?", answer="v", unit=unit)
+    assert judge(block, given, truth).distance == words
+    assert say(1.0, block) == f"1 {unit.removesuffix('s') if len(unit) > 3 else unit}".strip()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (3470, "0.0779 % too high"),
+        (3467.3001, "less than 0.01 % too high"),
+        (3300, "5.07 % too low"),
+        (7000, "2.02 times too high"),
+    ],
+)
+def test_a_close_guess_is_not_called_once_too_high(given: float, words: str):
+    block = Predict(question="?", answer="v", unit="ms", factor=1.02)
+    assert judge(block, given, 3467.3).distance == words
+
+
+@pytest.mark.parametrize("lesson", catalogue().values(), ids=list(catalogue()))
+def test_the_place_of_the_right_option_gives_nothing_away(lesson: Lesson):
+    """A reader who always picks the same place is wrong more often than right."""
+    questions = [q for block in lesson.blocks if isinstance(block, Check) for q in block.questions if q.kind == "choice"]
+    places = [[option.id for option in q.options].index(right_option(q)) for q in questions]
+    assert max(places.count(place) for place in places) <= len(places) / 2, places
+    for question in questions:
+        values = [option.value for option in question.options if option.value is not None]
+        assert values == sorted(values) or len(values) < len(question.options), f"{question.id}: numbers stand in order"

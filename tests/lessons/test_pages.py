@@ -191,6 +191,45 @@ def test_the_picture_moves_with_the_text():
     assert len(set(seen)) == 4, "each step frames another column"
 
 
+def test_an_order_with_parts_missing_says_how_many():
+    lesson = catalogue()["one-request"]
+    page = open_lesson(lesson.id)
+    press_key(page, "continue-0")
+    answer(page, lesson.block("steps"), 24, "one-request-steps")
+    press_key(page, "lock-one-request-steps")
+    for picked, words in (
+        ([], "Give an answer first"),
+        (["tokenise", "queue"], "3 of the 5 are not"),
+        (["queue"], "4 of the 5 are"),
+    ):
+        answer(page, lesson.block("order"), picked, "one-request-order")
+        press_key(page, "lock-one-request-order")
+        assert any(text.startswith(words) for text in texts(page, "warning")), words
+    assert not [b for b in page.button if b.label == "Run it on the engine"]
+
+
+def test_the_picture_follows_to_an_explanation_of_an_older_run():
+    """What is explained after an answer, or at the start of a part, is what the picture shows."""
+    lesson = catalogue()["one-request"]
+    page = open_lesson(lesson.id)
+    play_until(page, lesson, "latency")
+    assert "**Request B on a time axis**" in texts(page, "markdown")
+    answer(page, lesson.block("latency"), 99, "one-request-latency")
+    press_key(page, "lock-one-request-latency")
+    assert "**Request A on a time axis**" in texts(page, "markdown")
+
+
+def test_a_value_without_a_run_is_not_called_measured():
+    lesson = catalogue()["kv-cache"]
+    page = open_lesson(lesson.id)
+    play_until(page, lesson, "example")
+    answer(page, lesson.block("example"), 512, "kv-cache-example")
+    press_key(page, "lock-kv-cache-example")
+    tables = [element.proto.body for element in page.get("html") if "lesson-compare" in element.proto.body]
+    assert ["The formula gives" in table for table in tables] == ["512 MiB" in table for table in tables]
+    assert any("512 MiB" in table for table in tables)
+
+
 def test_a_free_run_shows_its_numbers():
     page = open_lesson("continuous-batching")
     lesson = catalogue()["continuous-batching"]
