@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 
-from engine.observe.runs import clean_name, data_folder
+from engine.observe.runs import NamedFiles, clean_name
 from engine.workload.datafile import DataFileError
 from engine.workload.results import SUFFIX, ExperimentResult, parse_result, read_result, write_result
 
@@ -24,22 +23,10 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes."""
 
 
-class ResultStore:
-    """A folder of results. Every method takes names, never paths."""
+class ResultStore(NamedFiles):
+    """The folder of results."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or data_folder() / "experiments"
-
-    def path(self, name: str) -> Path:
-        """Where the result of this name lies.
-
-        Raises:
-            ValueError: not a name, or there is none.
-        """
-        path = self.folder / f"{clean_name(name)}{SUFFIX}"
-        if not path.is_file():
-            raise ValueError(f"there is no saved result called {name!r}")
-        return path
+    kind, suffix, place = "result", SUFFIX, "experiments"
 
     def list(self) -> list[Saved]:
         """All results, newest first."""
@@ -61,10 +48,7 @@ class ResultStore:
         """Write a result; returns the name it got: the experiment's id and the date unless one is given."""
         self.folder.mkdir(parents=True, exist_ok=True)
         when = time.strftime("%Y-%m-%d %H-%M-%S", time.localtime(result.made))
-        base = clean_name(name.removesuffix(SUFFIX) or f"{result.experiment.id} {when}")
-        free, number = base, 2
-        while (self.folder / f"{free}{SUFFIX}").exists():
-            free, number = f"{base} ({number})", number + 1
+        free = self._free_name(clean_name(name.removesuffix(SUFFIX) or f"{result.experiment.id} {when}"))
         partial = self.folder / f"{free}.partial"
         partial.write_bytes(write_result(result))
         partial.replace(self.folder / f"{free}{SUFFIX}")
@@ -77,10 +61,6 @@ class ResultStore:
             DataFileError: it is none.
         """
         return self.save(parse_result(text, name), name.removesuffix(".json").removesuffix(".experiment"))
-
-    def delete(self, name: str) -> None:
-        """Remove a result for good."""
-        self.path(name).unlink()
 
 
 __all__ = ["DataFileError", "ResultStore", "Saved"]

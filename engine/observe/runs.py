@@ -46,22 +46,44 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Why it can't be opened, or what is missing at its end; '' when it is whole."""
 
 
-class RunLibrary:
-    """A folder of run files. Every method takes names, never paths, so that nothing outside the folder can be touched."""
+class NamedFiles:
+    """A folder of files of one kind. Every method takes names, never paths, so that nothing outside it can be touched."""
+
+    kind = ""
+    """What one file is, for people."""
+    suffix = ""
+    place = ""
+    """The folder's name in the user's data folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or data_folder() / "runs"
+        self.folder = folder or data_folder() / self.place
 
     def path(self, name: str) -> Path:
-        """Where the run of this name lies.
+        """Where the file of this name lies.
 
         Raises:
-            ValueError: not a name, or no such run.
+            ValueError: not a name, or there is none.
         """
-        path = self.folder / f"{clean_name(name)}{SUFFIX}"
+        path = self.folder / f"{clean_name(name)}{self.suffix}"
         if not path.is_file():
-            raise ValueError(f"there is no saved run called {name!r}")
+            raise ValueError(f"there is no saved {self.kind} called {name!r}")
         return path
+
+    def delete(self, name: str) -> None:
+        """Remove a file for good."""
+        self.path(name).unlink()
+
+    def _free_name(self, name: str) -> str:
+        candidate, number = name, 2
+        while (self.folder / f"{candidate}{self.suffix}").exists():
+            candidate, number = f"{name} ({number})", number + 1
+        return candidate
+
+
+class RunLibrary(NamedFiles):
+    """The folder of run files."""
+
+    kind, suffix, place = "run", SUFFIX, "runs"
 
     def list(self) -> list[RunInfo]:
         """All runs, newest first; one that can't be opened is listed with its problem."""
@@ -108,10 +130,6 @@ class RunLibrary:
         path.rename(target)
         return new_name
 
-    def delete(self, name: str) -> None:
-        """Remove a run for good."""
-        self.path(name).unlink()
-
     def bring_in(self, chunks: Iterable[bytes], name: str, max_bytes: int = MAX_UPLOAD) -> str:
         """Take a run file from somewhere else, after checking that it is one; returns the name it got.
 
@@ -139,12 +157,6 @@ class RunLibrary:
             finally:
                 file.close()
                 partial.unlink(missing_ok=True)
-
-    def _free_name(self, name: str) -> str:
-        candidate, number = name, 2
-        while (self.folder / f"{candidate}{SUFFIX}").exists():
-            candidate, number = f"{name} ({number})", number + 1
-        return candidate
 
 
 def clean_name(name: str) -> str:
