@@ -42,20 +42,22 @@ def anatomy_figure(steps: Sequence[StepTrace], theme: Theme) -> Figure:
                 "hovertemplate": f"step %{{x}} · {name.replace('_', ' ')} %{{y:,.2f}} ms<extra></extra>",
             }
         )  # fmt: skip
-    return {
-        "data": data,
-        "layout": layout(
-            theme,
-            barmode="stack",
-            bargap=0.15,
-            height=320,
-            margin={"l": 52, "r": 10, "t": 8, "b": 108},
-            showlegend=True,
-            legend={"orientation": "h", "y": -0.24, "x": 0, "font": {"size": 11, "color": theme.ink}},
-            xaxis=axis(theme, title="step"),
-            yaxis=axis(theme, title="ms"),
-        ),
-    }
+    return {"data": data, "layout": _stacked(theme, height=320, bottom=108, legend=-0.24)}
+
+
+def _stacked(theme: Theme, height: int, bottom: int, legend: float) -> dict[str, Any]:
+    """The layout of bars in parts: its height and bottom margin in pixels, and where below the bars the legend lies."""
+    return layout(
+        theme,
+        barmode="stack",
+        bargap=0.15,
+        height=height,
+        margin={"l": 52, "r": 10, "t": 8, "b": bottom},
+        showlegend=True,
+        legend={"orientation": "h", "y": legend, "x": 0, "font": {"size": 11, "color": theme.ink}},
+        xaxis=axis(theme, title="step"),
+        yaxis=axis(theme, title="ms", rangemode="tozero"),
+    )
 
 
 def _colours(theme: Theme) -> dict[str, tuple[str, str]]:
@@ -118,20 +120,7 @@ def gpu_figure(steps: Sequence[StepTrace], theme: Theme) -> Figure:
             "hovertemplate": "step %{x} · launch %{y:,.2f} ms<extra></extra>",
         }
     )  # fmt: skip
-    return {
-        "data": data,
-        "layout": layout(
-            theme,
-            barmode="stack",
-            bargap=0.15,
-            height=280,
-            margin={"l": 52, "r": 10, "t": 8, "b": 80},
-            showlegend=True,
-            legend={"orientation": "h", "y": -0.26, "x": 0, "font": {"size": 11, "color": theme.ink}},
-            xaxis=axis(theme, title="step"),
-            yaxis=axis(theme, title="ms", rangemode="tozero"),
-        ),
-    }
+    return {"data": data, "layout": _stacked(theme, height=280, bottom=80, legend=-0.26)}
 
 
 def gpu_alt(steps: Sequence[StepTrace]) -> str:

@@ -41,6 +41,7 @@ from engine.observe.log import TraceLog
 from engine.serve.logfile import new_log, tail
 from engine.serve.protocol import (
     MAX_FRAME,
+    TOKEN_VARIABLE,
     Abort,
     ChangeTraffic,
     CloseLab,
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from engine.workload.spec import WorkloadSpec
 
 LOGGER = logging.getLogger(__name__)
-TOKEN_VARIABLE = "INFERENCE_LAB_TOKEN"
 SPIN_COUNT = "10000"
 """How long OpenMP's threads spin before they sleep, unless the user's environment says how they wait."""
 SEND_TIMEOUT = 10.0

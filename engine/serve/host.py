@@ -38,6 +38,7 @@ from engine.serve.labs import HostModel, LabSet, RefusalError, describe, nothing
 from engine.serve.outbox import Outbox
 from engine.serve.protocol import (
     MAX_FRAME,
+    TOKEN_VARIABLE,
     Abort,
     ChangeTraffic,
     CloseLab,
@@ -59,7 +60,6 @@ from engine.serve.protocol import (
 from engine.serve.scripted import ScriptedModel, is_scripted
 from engine.serve.transport import FrameError, recv_frame, send_frame
 
-TOKEN_VARIABLE = "INFERENCE_LAB_TOKEN"
 INBOX_SIZE = 256
 """Commands that may wait; one more is answered with an error at once."""
 COMMANDS_A_STEP = 32

@@ -26,6 +26,8 @@ from engine.workload.traffic import TrafficReport
 
 MAX_FRAME = 64 * 1024 * 1024
 """Bytes; a longer frame is refused and ends the connection."""
+TOKEN_VARIABLE = "INFERENCE_LAB_TOKEN"
+"""Environment variable with the word by which a host shows who started it."""
 
 
 class HostOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
