@@ -324,7 +324,8 @@ def _graph_difference(
         # Logits that are the same to the last bit must give the same tokens; others may tip a close decision.
         elif same and not (torch.equal(output.tokens, expected.tokens) and _same_state(graphs.state, plain.state)):
             return float("inf")
-    return worst
+    assert attention.pool is not None
+    return float("inf") if bool(attention.pool[:, 0].count_nonzero()) else worst  # padding must write nowhere
 
 
 def _small_graphs(

@@ -165,9 +165,19 @@ def padding_grows(right, state, seats, into):
     state.counters[state.null, 0].add_(1)
 
 
+def padding_stores(right, state, seats, into):
+    right(state, seats, into)
+    into.slots.clamp_(min=0)
+
+
 @pytest.mark.parametrize(
     ("launch", "wrong"),
-    [("launch_finish", uncommitted), ("launch_finish", other_tokens), ("launch_decode_inputs", padding_grows)],
+    [
+        ("launch_finish", uncommitted),
+        ("launch_finish", other_tokens),
+        ("launch_decode_inputs", padding_grows),
+        ("launch_decode_inputs", padding_stores),
+    ],
 )
 def test_a_wrong_start_or_end_of_a_graph_is_found_out(model, monkeypatch, launch, wrong):
     monkeypatch.setattr(state_kernels, launch, partial(wrong, getattr(state_kernels, launch)))
