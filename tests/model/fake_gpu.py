@@ -50,11 +50,14 @@ class RecordedGraphs:
 
     def capture(self, work):
         recorder = Recorder()
-        with Refuses(), recorder:  # neither can a capture in earnest record that the host looks
-            work()
+        self.record(work, recorder)
         self.captured.append(len(recorder.calls))
         self.allocated += 7
         return lambda: self.replay(recorder.calls)
+
+    def record(self, work, recorder):
+        with Refuses(), recorder:  # neither can a capture in earnest record that the host looks
+            work()
 
     @torch.inference_mode()
     def replay(self, calls):
