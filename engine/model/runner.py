@@ -187,6 +187,7 @@ class ModelRunner:
         self.device.finish()
         self.graphs = None  # before the pool, whose address they hold
         self.state, self._members = None, set()
+        self.sampler.forget()
         self.attention.pool = None
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()

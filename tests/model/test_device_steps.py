@@ -102,6 +102,17 @@ def test_to_submit_a_step_never_waits_for_the_device(tiny, graphs, monkeypatch):
     assert waits
 
 
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_a_decode_that_begins_no_block_sends_nothing(tiny, temperature):
+    runner, recorded, device = late_runner(tiny)
+    rows = [Sequence(make_request(str(i), [4, 5 + i], temperature=temperature, hash_seed=i), [1 + i]) for i in range(3)]
+    run_step(runner, rows), run_step(runner, rows)
+    sent = len(device.sent)
+    for _ in range(4):
+        run_step(runner, rows)
+    assert len(device.sent) == sent and recorded.replays == 5
+
+
 def test_preemption_and_prefix_cache_ahead_of_the_tokens(tiny):
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)] * 6
     pool = {"num_kv_blocks": 16, "enable_prefix_caching": True}
@@ -281,9 +292,10 @@ def test_graphs_are_described_and_given_back_before_the_pool(tiny):
     info = runner.describe_backend()
     assert info.graphs and str(info) == "resident SDPA, CUDA graphs" and info.reason == ""
     assert info.graph_bytes == runner.graph_bytes == 7 * len(recorded.captured) + runner.graphs.buffers.num_bytes
-    graphs = weakref.ref(runner.graphs)
+    run_step(runner, [Sequence(make_request("a", presence_penalty=1.0), [1])])
+    graphs, counts = weakref.ref(runner.graphs), weakref.ref(runner.sampler._penalties._before[0].counts)
     runner.close()
-    assert graphs() is None and runner.kv_pool_bytes == 0 and runner.graph_bytes == 0
+    assert graphs() is None and counts() is None and runner.kv_pool_bytes == 0 and runner.graph_bytes == 0
 
 
 def test_labs_share_weights_and_have_graphs_of_their_own(tiny):

@@ -51,6 +51,17 @@ def test_a_long_decode_sends_a_block_when_one_begins_and_nothing_else():
                     *[(0, 0, 0, 0)] * 3, new_block, (0, 0, 0, 0), (0, 0, 0, 0)]  # fmt: skip
 
 
+def test_a_table_that_changed_is_sent_whole_and_once():
+    state, request = state_of(), make_request("a", [1] * 6)
+    tables, sent = ([3, 4], [3, 5], [3, 5], [3], [3, 5]), []
+    for table in tables:
+        changes = state.plan([Work(request, [1], 2, table, ())], resident_tokens=False)
+        sent.append(changes.entries)
+    start = changes.seats[0] * state.width
+    whole = [start, start + 1]
+    assert sent == [(whole, [3, 4]), (whole, [3, 5]), ([], []), ([start], [3]), ([start + 1], [5])]
+
+
 def test_a_fork_goes_on_with_nothing_sent_but_its_table():
     state, parent, fork = state_of(), make_request("a", [1, 2]), make_request("b", [1, 2], sample_index=1, temperature=1)
     first = state.plan([Work(parent, [1, 2], 0, [3], (parent, fork))], resident_tokens=False)
