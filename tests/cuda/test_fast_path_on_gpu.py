@@ -22,6 +22,7 @@ from engine.model.runner import ModelRunner
 from engine.model.selfcheck import ALLOWED, _attention_difference
 from tests.fixtures import assert_greedy, make_rand, oracle
 from tests.model.kit import make_request
+from tests.model.state_lives import live
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -57,6 +58,33 @@ def tokens(llm, params=None, repeat=1):
 @pytest.fixture(scope="module")
 def plain(tiny):
     return tokens(LLM(tiny, attention_backend="sdpa", **SETTINGS))
+
+
+# ---------------------------------------------------------------------- the requests' state
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+def test_inputs_are_those_that_the_host_would_send(kernels):
+    for seed in range(4):
+        live(seed, kernels=kernels, where="cuda")
+
+
+@pytest.mark.parametrize("ways", [{}, {"enforce_eager": True}], ids=["graphs", "calls"])
+def test_to_submit_a_step_never_waits(tiny, plain, ways, monkeypatch):
+    """torch raises where a call would make the host wait. Each kind of step ran before: memory and kernels are there."""
+    llm = LLM(tiny, async_scheduling=True, attention_backend="triton", **ways, **SETTINGS)
+    assert tokens(llm) == plain
+    submit = ModelRunner.submit
+
+    def watched(self, batch):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return submit(self, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(ModelRunner, "submit", watched)
+    assert tokens(llm) == plain
 
 
 # ---------------------------------------------------------------------- kernels

@@ -19,16 +19,20 @@ def upload(values, dtype):
 class Lives:
     """Requests come, compute chunks, decode, fork, are preempted, change blocks, end; steps fail; the host learns late."""
 
-    def __init__(self, seed, kernels=False):
+    def __init__(self, seed, kernels=False, where="cpu"):
         self.ids, self.made = random.Random(seed), 0
-        self.state = RequestState(SEATS, LONGEST, BLOCK_SIZE, torch.device("cpu"), upload, kernels)
-        self.inputs = DecodeInputs(SEATS + 1, torch.device("cpu"))
+        self.where = torch.device(where)
+        self.state = RequestState(SEATS, LONGEST, BLOCK_SIZE, self.where, self.upload, kernels)
+        self.inputs = DecodeInputs(SEATS + 1, self.where)
         self.live, self.context, self.tables = [], {}, {}
         self.truth = {}
         """All tokens of a request, known to the host or not."""
         self.unknown = []
         """Steps whose tokens the host does not know: (turn, seats, requests, places, tokens)."""
         self.seen = {"decodes": 0, "chunks": 0, "nothing sent": 0, "pending": 0}
+
+    def upload(self, values, dtype):
+        return torch.tensor(values, dtype=dtype, device=self.where)
 
     def step(self):
         ids = self.ids
@@ -131,7 +135,7 @@ class Lives:
         if decode:
             rows = len(works) + 1
             inputs = self.inputs[:rows]
-            seats = upload([*changes.seats, state.null], torch.int64)
+            seats = self.upload([*changes.seats, state.null], torch.int64)
             state.decode_inputs(seats, inputs, draws=True)
             assert [inputs.temperatures.tolist(), inputs.points.tolist()] == [part.tolist() for part in state.draws(seats)]
             assert inputs.tiles[:, :2].tolist() == [[row, 1] for row in range(rows)]
@@ -144,7 +148,7 @@ class Lives:
         for work, seat in zip(works, changes.seats, strict=True):
             spans.append([len(ids), len(work.token_ids), seat])
             ids += work.token_ids
-        return state.chunk_inputs(upload(spans, torch.int64), upload(ids, torch.int64))
+        return state.chunk_inputs(self.upload(spans, torch.int64), self.upload(ids, torch.int64))
 
     def _check_inputs(self, works, decode, ids, positions, slots):
         expected = [[], [], []]
@@ -159,8 +163,8 @@ class Lives:
 
     def _check_metadata(self, works, changes):
         requests = [request for work in works for request in work.samples]
-        found = self.state.metadata(upload(changes.sampling, torch.int64))
-        temperatures, points = self.state.draws(upload(changes.sampling, torch.int64))
+        found = self.state.metadata(self.upload(changes.sampling, torch.int64))
+        temperatures, points = self.state.draws(self.upload(changes.sampling, torch.int64))
         for row, request in enumerate(requests):
             point = uniform(key_of(request.seed, request.sample_index), request.num_output_tokens)
             greedy = request.params.greedy
@@ -178,7 +182,7 @@ class Lives:
         if decode:
             tokens = [token for work, token in zip(works, self._finish(works, changes), strict=True) if work.request]
         elif requests:
-            state.commit(upload(changes.sampling, torch.int64), upload(tokens, torch.int64))
+            state.commit(self.upload(changes.sampling, torch.int64), self.upload(tokens, torch.int64))
         for work in works:
             if work.request:
                 self.context[work.request] = work.context + len(work.token_ids)
@@ -194,14 +198,15 @@ class Lives:
         """Tokens of a decode step, chosen on the device; some rows are no numbers."""
         ids, rows = self.ids, len(works) + 1
         logits = torch.randn(rows, ids.choice([20, 4999]), generator=torch.Generator().manual_seed(ids.randrange(2**31))) * 2
-        last, outcome = torch.zeros((rows, 5)), torch.full((2, rows), -9)
+        logits, last = logits.to(self.where), torch.zeros((rows, 5), device=self.where)
+        outcome = torch.full((2, rows), -9, device=self.where)
         strange = ids.choice([float("nan"), float("inf"), -float("inf")])
         sick, where = ids.choice([None, ids.randrange(len(works))]), ids.choice([last, logits])
         if sick is not None:
             where[sick, ids.randrange(5) if where is last or strange > 0 or strange != strange else slice(None)] = strange
         inputs = ids.choice([None, self.inputs[:rows]])
         expected = choose(logits, *(() if inputs is None else (inputs.temperatures, inputs.points)))[0].tolist()
-        seats = upload([*changes.seats, self.state.null], torch.int64)
+        seats = self.upload([*changes.seats, self.state.null], torch.int64)
         self.state.finish_decodes(seats, logits, inputs, last, outcome, commit=True)
         assert outcome[1].tolist() == expected
         assert outcome[0].tolist() == [int(row != sick) for row in range(rows)]
@@ -218,9 +223,9 @@ class Lives:
         assert not any(part[null].any() for part in self.state.tensors)
 
 
-def live(seed, steps=60, kernels=False):
+def live(seed, steps=60, kernels=False, where="cpu"):
     """A number of steps; returns what was met."""
-    lives = Lives(seed, kernels)
+    lives = Lives(seed, kernels, where)
     for _ in range(steps):
         lives.step()
     return lives.seen
