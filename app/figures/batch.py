@@ -15,7 +15,7 @@ from typing import Any
 
 from app.figures.palette import Theme, mix
 from app.figures.story import reason_words
-from app.figures.template import Figure, axis, layout, note, vertical_line
+from app.figures.template import Figure, axis, layout, many, note, vertical_line
 from engine.core.trace import Scheduled, StepTrace, letter
 
 WINDOW = 40
@@ -24,6 +24,8 @@ PAGE = 10
 """The window moves on by this many steps at once, so that it stands still while one steps."""
 HIGH = 0.87
 """Share of the picture's height that the bars take; the strip of those who wait is above."""
+NOTE_WIDTH = 0.4
+"""Share of the picture's width that its note can take."""
 MOST_LEVELS = 12
 """Steps with more rows than this are drawn by kind instead of by request, but for the selected one."""
 KINDS = ("prefill", "decode", "recompute", "padding", "cached")
@@ -129,7 +131,8 @@ def batch_figure(
     else:
         words.append(f"scale 0–{top:,} tokens; the budget, {budget:,}, is above")
     if words:
-        notes.append(note(theme, "; ".join(words), 1, HIGH))
+        x, side = _note_place(working, frame, cursor, left=0.25 if notes else 0.0)
+        notes.append(note(theme, "; ".join(words), x, HIGH, xanchor=side))
     return {
         "data": [*data, _waiting(shown, numbers, theme)],
         "layout": layout(
@@ -152,6 +155,22 @@ def batch_figure(
             annotations=notes,
         ),
     }
+
+
+def _note_place(working: Sequence[StepTrace], frame: tuple[int, int], cursor: int | None, left: float) -> tuple[float, str]:
+    """Where the note covers least: away from the cursor's line, then above the lower bars; (x, the side it grows from).
+
+    ``left``: where a note on the left begins, as a share of the width.
+    """
+    first, width = frame[0], frame[1] - frame[0] + 1
+
+    def covered(begin: float, end: float) -> tuple[bool, int]:
+        steps = [step for step in working if begin <= (step.index - first + 0.5) / width <= end]
+        tallest = max((sum(row.num_tokens + row.cached for row in step.scheduled) for step in steps), default=0)
+        return cursor is not None and begin <= (cursor - first + 0.5) / width <= end, tallest
+
+    right_first = [((1.0, "right"), covered(1 - NOTE_WIDTH, 1.0)), ((left, "left"), covered(left, left + NOTE_WIDTH))]
+    return min(right_first, key=lambda place: place[1])[0]
 
 
 def _waiting(shown: Sequence[StepTrace], numbers: Mapping[str, int], theme: Theme) -> dict[str, Any]:
@@ -250,7 +269,8 @@ def _level(placed: Mapping[int, tuple[Part, float]], level: int, theme: Theme, s
         },
         "customdata": [[part.number, part.kind, part.request_id, part.tokens] for part in pieces.values()],
         "hovertext": [
-            f"step {x}: {letter(part.number)} {KIND_WORDS[part.kind]}<br>{part.tokens} tokens after {part.context} computed"
+            f"step {x}: {letter(part.number)} {KIND_WORDS[part.kind]}"
+            f"<br>{many(part.tokens, 'token')} after {part.context:,} computed"
             for x, part in pieces.items()
         ],
         "hovertemplate": "%{hovertext}<extra></extra>",
@@ -323,7 +343,8 @@ def _kind(kind: str, xs: list[int], ys: list[float], told: list[tuple[int, int]]
         },
         "customdata": [[-1, kind, "", tokens] for tokens, _ in told],
         "hovertext": [
-            f"step {x}: {words}<br>{tokens} tokens of {count} requests" for x, (tokens, count) in zip(xs, told, strict=True)
+            f"step {x}: {words}<br>{many(tokens, 'token')} of {many(count, 'request')}"
+            for x, (tokens, count) in zip(xs, told, strict=True)
         ],
         "hovertemplate": "%{hovertext}<extra></extra>",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from app.figures.template import many
 from engine.core.trace import Blocked, StepTrace, letter
 
 WORDS = {
@@ -74,7 +75,7 @@ def _happened(step: StepTrace, numbers: Mapping[str, int]) -> list[dict[str, Any
     for preemption in step.preemptions:
         victim, winner = _name(preemption.request_id, numbers), _name(preemption.in_favour_of, numbers)
         reason = f"no free block for {winner}, so " if winner != victim else "no free block, so "
-        text = f"{reason}{victim} is preempted: {preemption.tokens_lost} tokens will be computed again."
+        text = f"{reason}{victim} is preempted: {many(preemption.tokens_lost, 'token')} will be computed again."
         entries.append(_entry(step.index, "preempt", text[0].upper() + text[1:], numbers.get(preemption.request_id)))
     return entries
 
@@ -92,8 +93,8 @@ def reason_words(blocked: Blocked) -> str:
     need, have = blocked.needed, blocked.available
     return {
         "seats": "every seat is taken (max_num_seqs)",
-        "tokens": f"it needs {need} tokens of budget and {have} are left",
-        "blocks": f"it needs {need} KV blocks and {have} are free",
+        "tokens": f"it needs {many(need, 'token')} of budget and {have:,} {'is' if have == 1 else 'are'} left",
+        "blocks": f"it needs {many(need, 'KV block')} and {have:,} {'is' if have == 1 else 'are'} free",
         "batch": "the static batch before it is still running",
         "preemption": "a request was preempted in this step, so nobody is admitted",
     }[blocked.reason]
@@ -120,7 +121,7 @@ def _name(request_id: str, numbers: Mapping[str, int]) -> str:
 def _sentence(op: str, event: Any, numbers: Mapping[str, int]) -> str:
     name = _name(event.request_id, numbers)
     if op == "queue":
-        return f"{name} arrives with {event.value} prompt tokens."
+        return f"{name} arrives with {many(event.value, 'prompt token')}."
     if op == "admit":
         return f"{name} is admitted."
     if op == "hit":

@@ -68,6 +68,11 @@ def note(theme: Theme, text: str, x: float = 1.0, y: float = 1.0, **changes: Any
     return {**base, **changes}
 
 
+def many(number: int, noun: str) -> str:
+    """1 token, 2 tokens, 1,024 tokens."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def boxes(cells: Sequence[tuple[float, float]], inset: float = 0.08) -> str:
     """One SVG path of many unit squares around the cell centres: a single shape however many cells."""
     low, high = inset - 0.5, 0.5 - inset

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from app.figures.template import many
 from engine.core.outputs import EngineStats
 from engine.core.trace import DeviceSample, RequestTrace, StepTrace
 from engine.observe.metrics import DEFINITIONS, PERCENTILE_METHOD, latencies, latency_values, ratio
@@ -65,12 +66,12 @@ def gauges(stats: EngineStats, now: float, steps: Sequence[StepTrace]) -> list[d
         ),
         _gauge(
             "preemptions", "Preemptions", stats.preemptions, "",
-            f"Times a request gave up its blocks. {stats.tokens_recomputed:,} tokens were computed again.",
+            f"Times a request gave up its blocks. Computed again: {many(stats.tokens_recomputed, 'token')}.",
         ),
         _gauge(
             "finished", "Finished", stats.finished, "",
             f"Ended by themselves or at their limit; {stats.aborted} more were stopped, {stats.failed} failed."
-            + (f" {stats.tokens_wasted:,} tokens were computed before an end was known." if stats.tokens_wasted else ""),
+            + (f" In vain, an end being unknown yet: {many(stats.tokens_wasted, 'token')}." if stats.tokens_wasted else ""),
         ),
         *_gpu_times(steps),
     ]  # fmt: skip

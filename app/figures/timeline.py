@@ -8,11 +8,12 @@ from typing import Any
 from app.figures.batch import row_kind
 from app.figures.palette import Theme, mix
 from app.figures.pool import steps as flat_steps
-from app.figures.template import Figure, axis, layout, vertical_line
+from app.figures.template import Figure, axis, layout, many, vertical_line
 from engine.core.trace import RequestTrace, StepTrace, letter
 
 ROWS = (8, 12)
 """Rows of the frame: the first number, or the second once more requests are alive."""
+THROWN_AWAY = "<br>in vain: the request ended before this token was known, so it is thrown away"
 ENDS = {"stop": "ends by itself", "length": "reaches its token limit", "abort": "is stopped", "error": "fails"}
 
 
@@ -75,12 +76,14 @@ def timeline_figure(
             back = selected is not None and request.number != selected
             full = 1 + request.number % hues + (2 * hues if back else 0)
             z[row][column] = len(levels) - 1 if kind == "padding" else full if kind == "prefill" else full + hues
-            hover[row][column] = f"step {step.index}: {name} {kind}, {work.num_tokens} tokens"
-            if kind in marks:
+            hover[row][column] = f"step {step.index}: {name} {kind}, {many(work.num_tokens, 'token')}"
+            if kind == "decode" and work.sampled < 0:
+                hover[row][column] += THROWN_AWAY
+            elif kind in marks:
                 marks[kind].append((step.index, row, hover[row][column]))
             if work.cached:
                 marks["cached"].append(
-                    (step.index, row, f"step {step.index}: {name} takes {work.cached} tokens from the cache")
+                    (step.index, row, f"step {step.index}: {name} takes {many(work.cached, 'token')} from the cache")
                 )
         _note_events(step, row_of, rows, requests, marks)
     names = [letter(request.number) for request in requests]
@@ -132,7 +135,9 @@ def _note_events(
             continue
         name = letter(requests[row].number)
         if event.op == "preempt":
-            marks["preempt"].append((step.index, row, f"step {step.index}: {name} is preempted, {event.value} tokens lost"))
+            marks["preempt"].append(
+                (step.index, row, f"step {step.index}: {name} is preempted, {many(event.value, 'token')} lost")
+            )
         elif event.op == "finish":
             marks["finish"].append((step.index, row, f"step {step.index}: {name} {ENDS.get(event.other, 'finishes')}"))
 

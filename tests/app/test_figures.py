@@ -10,16 +10,17 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from app.figures.batch import KINDS, MOST_LEVELS, batch_figure, heights, kind_sums, parts, scale, window
+from app.figures.batch import KINDS, MOST_LEVELS, NOTE_WIDTH, batch_figure, heights, kind_sums, parts, scale, window
 from app.figures.palette import DARK, LIGHT
 from app.figures.pool import PoolView, Use, columns, pool_alt, pool_figure
 from app.figures.pool_groups import MOST_CELLS, Groups, per_cell
 from app.figures.story import story
 from app.figures.tiles import throughput
-from app.figures.timeline import choose, timeline_figure
+from app.figures.timeline import THROWN_AWAY, choose, timeline_figure
 from app.live import moment
 from app.live.ledger import LiveLedger
 from app.live.moment import Look, encode, scene, sections, token_detail
+from engine.core.sampling_params import SamplingParams
 from engine.core.trace import Scheduled, StepTrace
 from tests.app.kit import Recorded
 
@@ -327,6 +328,53 @@ def test_timeline_marks_stay_inside_the_frame(busy: Recorded):
     assert not math.isnan(figure["layout"]["xaxis"]["range"][0])
 
 
+def test_a_decode_in_vain_says_so_and_makes_no_tick():
+    """With async_scheduling a request that ends by itself has one more row, whose token is thrown away."""
+    lab = Recorded(async_scheduling=True)
+    lab.engine.add_request(list(range(1, 7)), SamplingParams(max_tokens=20, stop_token_ids=[4]))
+    lab.engine.add_request(list(range(11, 15)), SamplingParams(max_tokens=12, ignore_eos=True))
+    lab.steps(30)
+    assert lab.engine.stats().tokens_wasted == 1
+    figure = timeline_figure(lab.log.steps(), lab.log.traces(), (0, 39), LIGHT)
+    texts = [text for row in trace(figure, "life")["hovertext"] for text in row]
+    vain = [text for text in texts if "thrown away" in text]
+    ended = lab.log.traces()[0].token_steps[-1]
+    assert vain == [f"step {ended + 1}: A decode, 1 token{THROWN_AWAY}"]
+    path = next(s["path"] for s in figure["layout"]["shapes"] if s["name"] == "decode")
+    made = sum(row.kind == "decode" and row.sampled >= 0 for step in lab.log.steps() for row in step.scheduled)
+    assert path.count("M") == made
+
+
+def test_one_of_a_thing_is_not_told_as_several(busy: Recorded):
+    found = drawn(busy)
+    told = [
+        text
+        for name in ("batch", "timeline")
+        for data in found[name]["figure"]["data"]
+        for row in data.get("hovertext", [])
+        for text in (row if isinstance(row, list) else [row])
+    ]
+    assert any("1 token" in text for text in told)
+    assert not [text for text in told if re.search(r"\b1 (tokens|requests|steps|blocks)", text)]
+
+
+@pytest.mark.parametrize("cursor", [None, 0, 10, 20, 30, 39])
+@pytest.mark.parametrize("tall", [None, 2, 38])
+def test_the_note_keeps_clear_of_the_cursor_and_of_tall_bars(cursor: int | None, tall: int | None):
+    steps = [
+        StepTrace(index=i, start=i, end=i + 1, scheduled=(Scheduled("a", "prefill", 16 if i == tall else 2, 0),))
+        for i in range(40)
+    ]
+    layout = batch_figure(steps, {"a": 0}, 4096, (0, 39), LIGHT, cursor)["layout"]
+    check({"data": [], "layout": layout})
+    [note] = layout["annotations"]
+    share = NOTE_WIDTH * 40
+    covered = range(int(share)) if note["xanchor"] == "left" else range(40 - int(share), 40)
+    assert cursor not in covered
+    if cursor in (None, 20):
+        assert tall not in covered
+
+
 # -- who waits -------------------------------------------------------------------------------------------------------------
 
 
@@ -348,7 +396,7 @@ def test_who_waits_and_why_is_in_the_picture_and_beside_it():
     ("fields", "prompts", "reason"),
     [
         ({"max_num_seqs": 1}, (4, 4), "max_num_seqs"),
-        ({"max_num_batched_tokens": 8}, (8, 4), "tokens of budget"),
+        ({"max_num_batched_tokens": 8}, (8, 4), "token of budget"),
         ({"num_kv_blocks": 3, "block_size": 4, "max_model_len": 12}, (8, 8), "KV blocks"),
     ],
 )

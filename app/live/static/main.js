@@ -71,11 +71,18 @@ class View {
   }
 
   measure() {
+    if (this.projector) this.fit();
     this.root.style.setProperty("--lab-top", Math.max(0, Math.round(this.root.offsetTop)) + "px");
     const links = [...document.querySelectorAll("header.stAppHeader :is(a, button)")].map((link) => link.getBoundingClientRect());
     const wide = window.innerWidth >= 1100;
     const right = Math.max(0, ...links.filter((box) => box.width).map((box) => box.right));
     this.root.style.setProperty("--lab-nav", Math.round(right && wide ? Math.max(0, right - 118) : right) + "px");
+  }
+
+  /** A projector's page is laid out for 1920 × 1080; a smaller wide screen shows the same page smaller. */
+  fit() {
+    const share = window.innerWidth >= 1100 ? Math.min(1, window.innerWidth / 1920, window.innerHeight / 1080) : 1;
+    this.root.style.setProperty("--lab-fit", share.toFixed(4));
   }
 
   retheme() {
@@ -147,14 +154,18 @@ class View {
   async askWhy() {
     try {
       const answer = await fetch("/lab/api/state?" + this.query());
-      if (answer.ok) return;
-      const found = await answer.json();
-      this.refused = answer.status === 403;
-      if (this.refused) this.disconnect();
-      this.trouble(sentence(found.error));
+      if (!answer.ok) await this.tellRefusal(answer);
     } catch {
       /* no answer at all: the stream's own message says so */
     }
+  }
+
+  /** What the server says instead of a state; a refusal is final, so nobody asks again. */
+  async tellRefusal(answer) {
+    const found = await answer.json();
+    this.refused = answer.status === 403;
+    if (this.refused) this.disconnect();
+    this.trouble(sentence(found.error));
   }
 
   disconnect() {
@@ -169,11 +180,12 @@ class View {
       if (answer.ok) {
         this.take(await answer.json());
         this.polls = (this.polls || 0) + 1;
-      }
+        this.trouble("");
+      } else await this.tellRefusal(answer);
     } catch {
       /* the message already says that the server does not answer */
     }
-    if (!document.hidden) this.retry = setTimeout(() => ((this.polls || 0) % 10 === 9 ? this.connect() : this.poll()), 1000);
+    if (!document.hidden && !this.refused) this.retry = setTimeout(() => ((this.polls || 0) % 10 === 9 ? this.connect() : this.poll()), 1000);
   }
 
   take(news) {

@@ -14,7 +14,7 @@ export function sharePanel(view) {
         h("button", { type: "button", id: "lab-copy", title: "Settings, traffic and view; not your lab itself", onclick: () => copy() }, "Copy link"),
         h("button", { type: "button", id: "lab-projector", onclick: () => window.open(projector(), "_blank", "noopener") }, "Projector view"),
         h("button", { type: "button", id: "lab-follow", onclick: () => share() }, "Follow link")),
-      h("p", { class: "lab-note" }, "Copy link: opens a lab with these settings and this traffic. Follow link: others look at this lab, each at their own step, and can't change it."),
+      h("p", { class: "lab-note" }, "Copy link: opens a lab with these settings and this traffic. Projector view: this lab, large and dark, in a page of its own. Follow link: others look at this lab, each at their own step, and can't change it."),
       message, done, copied, follow));
 
   function projector() {
@@ -95,9 +95,8 @@ export function roomNotes(view) {
     waits, notice,
     fill(room) {
       const share = 100 * room.waited;
-      setText(waits, (room.waited < 0.005 ? "This lab did not wait for other labs in its newest steps."
-        : `This lab waited for other labs ${number(share, share < 10 ? 1 : 0)} % of the time of its newest steps.`)
-        + " Its prompts, its settings and its prefix cache are its own: no other session sees or shares them."
+      setText(waits, (room.waited < 0.005 ? "" : `This lab waited for other labs ${number(share, share < 10 ? 1 : 0)} % of the time of its newest steps. `)
+        + "This lab's prompts, settings and prefix cache are its own: no other session sees or shares them."
         + (room.followers ? ` ${room.followers} ${room.followers === 1 ? "page follows" : "pages follow"} it.` : ""));
       const said = [...(room.problems || []), room.notice].filter(Boolean).join(" ");
       notice.dataset.text = said;

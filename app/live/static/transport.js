@@ -26,7 +26,7 @@ export function transport(view) {
   const live = button("LIVE", "Back to now (l)", () => view.goto(null), { class: "lab-live" });
   const jump = h("select", { title: "Jump to the next event of a kind", "aria-label": "Jump to the next", onchange: () => hop() },
     h("option", { value: "" }, "jump to …"),
-    JUMPS.flatMap(([kind, word]) => [h("option", { value: "+" + kind }, "next " + word), h("option", { value: "-" + kind }, "last " + word)]));
+    JUMPS.flatMap(([kind, word]) => [h("option", { value: "+" + kind }, "next " + word), h("option", { value: "-" + kind }, "previous " + word)]));
   let head = null;
   let timer = null;
 
