@@ -131,13 +131,15 @@ def test_a_graph_gives_what_the_ordinary_way_gives(lab, count, seed, warm):
     assert torch.equal(graph_slots[:, same], slots[:, same])
 
 
-def test_greedy_and_drawing_rows_share_a_step(lab):
+@pytest.mark.parametrize("place", [1, 3])
+def test_greedy_and_drawing_rows_share_a_step(lab, place):
     batch = make_batch(4, 3, temperature=0.9)
-    batch.work[1].request.params = make_request(temperature=0).params
+    batch.work[place].request.params = make_request(temperature=0).params
     tokens, logits, _ = lab.ordinary(batch)
     assert kind_of_decode(batch) == "draw"
+    lab.state.forget()
     assert lab.run(batch).tokens.tolist() == tokens
-    assert tokens[1] == int(logits[1].argmax()) and tokens != logits.argmax(-1).tolist()
+    assert tokens[place] == int(logits[place].argmax()) and tokens != logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -319,6 +321,24 @@ def test_who_takes_part_is_told_only_when_it_changes(lab):
         lab.state.upload = upload
 
 
+def test_who_left_takes_no_part_any_more(lab):
+    """A row fewer in the same graph: padding sits where the last one sat, though those before it stay."""
+    lab.state.forget()
+    batch = make_batch(4, 13, temperature=0)
+    for work in batch.work:
+        work.context = min(work.context, LONGEST - 2)
+    lab.run(batch)
+    left = lab.buffers.seats[3].item()
+    before = [part[left].clone() for part in lab.state.tensors]
+    batch.work.pop()
+    for work in batch.work:
+        work.context, work.token_ids = work.context + 1, [PENDING]
+        work.block_table = [*work.block_table, BLOCKS][: work.context // BLOCK_SIZE + 1]
+        work.request.token_ids.append(PENDING)
+    lab.run(batch)
+    assert all(torch.equal(part[left], kept) for part, kept in zip(lab.state.tensors, before, strict=True))
+
+
 def test_the_check_at_start_notices_inputs_that_never_arrive(tiny, monkeypatch):
     """A replay over what the run before left there looks right, unless garbage was put there first."""
     model, limit = tiny.transformer, 1e-4
@@ -338,6 +358,7 @@ def test_capture_itself_writes_nothing(tiny):
     before = lab.attention.pool.clone()
     lab.graphs.capture()
     assert torch.equal(lab.attention.pool, before)
+    assert not any(part.any() for part in lab.state.tensors)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 17, 100, 256])
