@@ -321,6 +321,8 @@ def _graph_difference(
             shape = _difference(output.logits, alone.logits) / 4
             worst = max(_difference(output.logits, expected.logits), shape)
             same = torch.equal(output.logits, expected.logits)
+            if not _same_state(graphs.state, plain.state):  # whatever the logits: no token is chosen here
+                return float("inf")
         # Logits that are the same to the last bit must give the same tokens; others may tip a close decision.
         elif same and not (torch.equal(output.tokens, expected.tokens) and _same_state(graphs.state, plain.state)):
             return float("inf")

@@ -207,9 +207,13 @@ class Lives:
         inputs = ids.choice([None, self.inputs[:rows]])
         expected = choose(logits, *(() if inputs is None else (inputs.temperatures, inputs.points)))[0].tolist()
         seats = self.upload([*changes.seats, self.state.null], torch.int64)
-        self.state.finish_decodes(seats, logits, inputs, last, outcome, commit=True)
+        commit = ids.random() < 0.7
+        self.state.finish_decodes(seats, logits, inputs, last, outcome, commit)
         assert outcome[1].tolist() == expected
         assert outcome[0].tolist() == [int(row != sick) for row in range(rows)]
+        if not commit:  # somebody else chooses
+            chosen = [row for row, work in enumerate(works) if work.request]
+            self.state.commit(upload(changes.sampling, torch.int64), outcome[1, chosen])
         return expected[:-1]
 
     def _learn(self):

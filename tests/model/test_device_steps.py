@@ -243,6 +243,27 @@ def test_a_step_that_fails_leaves_the_one_in_flight_alone(tiny, monkeypatch):
     assert drive.sequences[0].request.token_ids == alone.request.token_ids
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["calls", "graphs"])
+def test_a_step_that_failed_may_be_asked_for_again(tiny, monkeypatch, graphs):
+    """What the host took for told was not: the new request's state, the old one's next block."""
+
+    def rows():
+        requests = [make_request(name, [4, 5, 6, 7, 8, 9, 2], temperature=0.8, hash_seed=3) for name in "ab"]
+        return [Sequence(request, [1 + 2 * i, 2 + 2 * i]) for i, request in enumerate(requests)]
+
+    well, wanted = late_runner(tiny, graphs=False)[0], rows()
+    runner, found = late_runner(tiny, graphs)[0], rows()
+    for step in range(5):
+        members = slice(step == 1, 2)
+        run_step(well, wanted[members])
+        with monkeypatch.context() as broken:
+            broken.setattr(runner.state, "apply", lambda changes: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run_step(runner, found[members])
+        run_step(runner, found[members])
+    assert [row.request.token_ids for row in found] == [row.request.token_ids for row in wanted]
+
+
 # ---------------------------------------------------------------------- graphs of a lab
 
 

@@ -155,6 +155,10 @@ def uncommitted(right, *arguments):
     right(*arguments[:-1], False)
 
 
+def committed(right, *arguments):
+    right(*arguments[:-1], True)
+
+
 def other_tokens(right, state, seats, logits, inputs, last, outcome, commit):
     right(state, seats, logits, inputs, last, outcome, commit)
     outcome[1].copy_((outcome[1] + 1) % logits.shape[1])
@@ -174,6 +178,7 @@ def padding_stores(right, state, seats, into):
     ("launch", "wrong"),
     [
         ("launch_finish", uncommitted),
+        ("launch_finish", committed),
         ("launch_finish", other_tokens),
         ("launch_decode_inputs", padding_grows),
         ("launch_decode_inputs", padding_stores),
