@@ -10,9 +10,17 @@ from app.session import hub
 ICON = Path(__file__).parent / "live" / "static" / "icon.svg"
 
 # Streamlit writes white on its primary colour, which the dark theme's bright accent can't carry. Themes follow the system.
+# Every page but the lab, which fills the window, has the same margins and headings, so that nothing jumps between them.
 READABLE = """<style>@media (prefers-color-scheme: dark) {
   :is([data-testid="stBaseButton-primary"], [data-testid="stBaseButton-primaryFormSubmit"]) :is(p, span) { color: #0e1117; }
-}</style>"""
+}
+.stMainBlockContainer { padding: 4.5rem 2rem 4rem 2rem; }
+.stMainBlockContainer h1 { font-size: 2rem; padding: 0 0 0.25rem 0; }
+.stMainBlockContainer h2 { font-size: 1.3rem; padding: 0.25rem 0; }
+.stMainBlockContainer h3 { font-size: 1.15rem; padding: 0.25rem 0; }
+.stApp .stMain { scroll-padding-top: 4.5rem; }
+@media (max-width: 640px) { .stMainBlockContainer { padding: 4rem 0.75rem 3rem 0.75rem; } }
+</style>"""
 
 st.set_page_config(page_title="Inference Lab", page_icon=str(ICON), layout="wide")
 st.html(READABLE)

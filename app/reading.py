@@ -13,6 +13,7 @@ from app.saved import saved_run
 from app.session import Lab, LabsFull, hub
 from engine.observe.log import TraceLog
 from engine.observe.runlog import RunLog
+from engine.workload.report import threads_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,5 +62,5 @@ def describe(model: dict[str, Any]) -> str:
         return "The model is not loaded yet."
     return (
         f"{model.get('title', 'unknown model')} ({model.get('weights', 'unknown weights')}) · {model.get('device', '?')} · "
-        f"{model.get('dtype', '?')} · {model.get('threads', '?')} threads ({model.get('omp_wait', '?')})."
+        f"{model.get('dtype', '?')} · {threads_text(model.get('threads'))} ({model.get('omp_wait', '?')})."
     )

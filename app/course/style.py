@@ -12,10 +12,6 @@ def style(theme: Theme) -> str:
 
 _RULES = """
 .stApp, .stApp header.stAppHeader { background-color: var(--lesson-paper); }
-.stMainBlockContainer { padding: 4.5rem 2rem 4rem 2rem; }
-.stApp .stMain { scroll-padding-top: 4.5rem; }
-.stMainBlockContainer h1 { font-size: 2rem; padding: 0 0 0.25rem 0; }
-.stMainBlockContainer h2 { font-size: 1.3rem; padding: 0.25rem 0; }
 .stColumn:has(> .stVerticalBlock .st-key-lesson-picture) {
   position: sticky; top: 4rem; align-self: flex-start; max-height: calc(100vh - 5rem); overflow-y: auto;
 }
@@ -43,7 +39,6 @@ _RULES = """
 .lesson-words dd { margin: 0 0 0.4rem 1rem; }
 .lesson-words dt:target { outline: 2px solid currentColor; outline-offset: 2px; }
 @media (max-width: 640px) {
-  .stMainBlockContainer { padding: 4rem 0.75rem 3rem 0.75rem; }
   .stColumn:has(> .stVerticalBlock .st-key-lesson-picture) {
     order: -1; top: 3.5rem; max-height: 42vh; z-index: 3; background-color: var(--lesson-paper);
     border-bottom: 1px solid var(--lesson-line); padding-bottom: 0.25rem;

@@ -15,7 +15,7 @@ from typing import Any
 
 from app.figures.palette import Theme, mix
 from app.figures.story import reason_words
-from app.figures.template import Figure, axis, layout, many, note, vertical_line
+from app.figures.template import Figure, axis, layout, many, note, root_ticks, vertical_line
 from engine.core.trace import Scheduled, StepTrace, letter
 
 WINDOW = 40
@@ -230,12 +230,7 @@ def batch_alt(shown: Sequence[StepTrace], numbers: Mapping[str, int], budget: in
 def _ticks(top: int, root: bool) -> dict[str, Any]:
     if not root:
         return {"title": "tokens", "nticks": 5}
-    apart = 0.1 * math.sqrt(top)
-    values = [0]
-    for value in (1, 4, 16, 64, 256, 1024, 4096, 16384):
-        if value <= top and math.sqrt(value) - math.sqrt(values[-1]) >= apart:
-            values.append(value)
-    return {"title": "tokens (√ scale)", "tickvals": [math.sqrt(v) for v in values], "ticktext": [f"{v:,}" for v in values]}
+    return {"title": "tokens (√ scale)", **root_ticks(top)}
 
 
 def _by_level(bars: Mapping[int, list[Part]], theme: Theme, selected: int | None, root: bool) -> list[dict[str, Any]]:

@@ -55,8 +55,10 @@ def memory_figure(
         },
         _line(fits, len(rows), theme),
     ]  # fmt: skip
-    if chosen is not None and 1 <= chosen[1] <= MOST_REQUESTS:
+    marked = chosen is not None and 1 <= chosen[1] <= MOST_REQUESTS
+    if chosen is not None and marked:
         data.append(_mark(chosen, columns, theme))
+    words = _ends(fits) + ("; the circle is your context" if marked else "")
     return {
         "data": data,
         "layout": layout(
@@ -72,7 +74,7 @@ def memory_figure(
                 range=[-0.5, len(rows) - 0.5], showgrid=False,
             ),
             annotations=[
-                note(theme, _ends(fits), 1, 1.07, font={"color": theme.ink, "size": 12})
+                note(theme, words, 1, 1.07, font={"color": theme.ink, "size": 12})
             ],
         ),
     }  # fmt: skip
@@ -94,13 +96,18 @@ def _ends(fits: list[int]) -> str:
 
 
 def _line(fits: list[int], rows: int, theme: Theme) -> dict[str, Any]:
-    """A staircase above the last row that fits, at the exact number on the logarithmic axis."""
-    heights = [min(rows - 0.5, max(-0.5, math.log2(fit + 1) - 0.5)) if fit else -0.5 for fit in fits]
+    """A staircase along the cells' edges: every cell below it fits, every cell above it does not."""
+    heights = [min(rows - 0.5, _edge(fit)) for fit in fits]
     xs = [x for place in range(len(fits)) for x in (place - 0.5, place + 0.5)]
     return {
         "type": "scatter", "mode": "lines", "name": "memory ends", "x": xs, "y": [h for h in heights for _ in range(2)],
         "line": {"color": theme.alert, "width": 3}, "hoverinfo": "skip",
     }  # fmt: skip
+
+
+def _edge(fit: int) -> float:
+    """The upper edge of the last row that fits: 238 fit lies between the rows of 128 and of 256."""
+    return fit.bit_length() - 0.5
 
 
 def _mark(chosen: tuple[int, int], columns: list[int], theme: Theme) -> dict[str, Any]:
@@ -110,7 +117,7 @@ def _mark(chosen: tuple[int, int], columns: list[int], theme: Theme) -> dict[str
     share = math.log2(context / before) / math.log2(columns[place] / before) if place and columns[place] != before else 1.0
     return {
         "type": "scatter", "mode": "markers", "name": "chosen", "x": [max(-0.4, place - 1 + share) if place else 0],
-        "y": [math.log2(count)],
+        "y": [_edge(count)],
         "marker": {"symbol": "circle-open", "size": 16, "color": theme.ink, "line": {"color": theme.ink, "width": 3}},
         "hovertemplate": f"{context:,} tokens: {count:,} requests fit (estimate)<extra></extra>",
     }  # fmt: skip

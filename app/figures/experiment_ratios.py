@@ -62,7 +62,7 @@ def experiment_ratios(found: Sequence[Difference], theme: Theme) -> Figure:
                 "orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "font": {"color": theme.ink},
             },
             xaxis=axis(
-                theme, type="log", range=[-reach, reach], title=f"times {base} (filled: clear; hollow: not)",
+                theme, type="log", range=[-reach, reach], title=f"times as much as with “{base}” (filled: clear)",
                 tickvals=list(TICKS), ticktext=[f"{tick:g}" for tick in TICKS],
             ),
             yaxis=axis(

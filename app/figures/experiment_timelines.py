@@ -21,7 +21,7 @@ from typing import Any
 
 from app.figures.batch import KIND_WORDS, KINDS, batch_figure, heights, parts
 from app.figures.palette import Theme, mix
-from app.figures.template import Figure, axis, layout
+from app.figures.template import Figure, axis, layout, root_ticks
 from engine.core.trace import StepTrace
 from engine.workload.results import RunRecords
 
@@ -289,12 +289,7 @@ def _buttons(theme: Theme) -> dict[str, Any]:
 
 
 def _ticks(top: int) -> dict[str, Any]:
-    values = [0, *(value for value in (1, 4, 16, 64, 256, 1024, 4096, 16384) if value <= top)]
-    return {
-        "title": "tokens (√)",
-        "tickvals": [math.sqrt(value) for value in values],
-        "ticktext": [f"{value:,}" for value in values],
-    }
+    return {"title": "tokens (√)", **root_ticks(top)}
 
 
 def _round(value: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,6 +67,15 @@ def note(theme: Theme, text: str, x: float = 1.0, y: float = 1.0, **changes: Any
         "yanchor": "top", "font": {"color": theme.muted, "size": 11}, "bgcolor": theme.paper, "borderpad": 1,
     }  # fmt: skip
     return {**base, **changes}
+
+
+def root_ticks(top: int) -> dict[str, Any]:
+    """Ticks of a square-root axis from 0 to ``top``, none nearer to the one before than a tenth of the axis."""
+    values = [0]
+    for value in (1, 4, 16, 64, 256, 1024, 4096, 16384):
+        if value <= top and math.sqrt(value) - math.sqrt(values[-1]) >= 0.1 * math.sqrt(top):
+            values.append(value)
+    return {"tickvals": [math.sqrt(value) for value in values], "ticktext": [f"{value:,}" for value in values]}
 
 
 def many(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ import streamlit as st
 from app.figures.anatomy import anatomy_alt, anatomy_figure, gpu_alt, gpu_figure, timed_by_gpu
 from app.figures.palette import theme as theme_named
 from app.figures.request_life import request_life_alt, request_life_figure
+from app.figures.template import many
 from app.reading import chosen_source
 from app.tables import definition_rows, latency_table, throughput_rows, tool_rows
 from engine.core.trace import letter
@@ -41,7 +42,7 @@ if not finished:
 
 st.header("On one request", divider="gray")
 if finished:
-    names = {trace.request_id: f"Request {letter(trace.number)} · {trace.output_tokens} tokens" for trace in finished}
+    names = {t.request_id: f"Request {letter(t.number)} · {many(t.output_tokens, 'token')}" for t in finished}
     order = [trace.request_id for trace in reversed(finished)]
     picked = st.selectbox("Request", order, format_func=names.__getitem__)
     trace = next(t for t in finished if t.request_id == picked)
@@ -59,6 +60,8 @@ if finished:
         )
     elif trace.tpot is None:
         st.markdown("This request has one output token, so it has no gap: ITL and TPOT are not defined (n/a).")
+else:
+    st.caption("TTFT, the gaps between tokens (ITL), their mean (TPOT) and E2E latency will be drawn on one time axis.")
 
 st.header("All requests", divider="gray")
 left, right = st.columns(2)

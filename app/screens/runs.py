@@ -137,7 +137,7 @@ for info in found:
             delete(info)
 
 st.header("Bring in a run", divider="gray")
-uploaded = st.file_uploader(f"A run file (*{SUFFIX}), up to {MAX_UPLOAD // 1024**2} MiB", key="upload")
+uploaded = st.file_uploader(f"A run file (*{SUFFIX})", key="upload", max_upload_size=MAX_UPLOAD // 1024**2)
 if uploaded is not None and st.session_state.get("uploaded") != uploaded.file_id:
     st.session_state["uploaded"] = uploaded.file_id
     read = uploaded.read

@@ -15,6 +15,7 @@ from app.figures.palette import DARK, LIGHT
 from app.figures.pool import PoolView, Use, columns, pool_alt, pool_figure
 from app.figures.pool_groups import MOST_CELLS, Groups, per_cell
 from app.figures.story import story
+from app.figures.template import root_ticks
 from app.figures.tiles import throughput
 from app.figures.timeline import THROWN_AWAY, choose, timeline_figure
 from app.live import moment
@@ -615,3 +616,10 @@ def test_a_tokens_place_is_where_the_replayed_engine_keeps_it():
 )
 def test_a_near_tie_is_called_so(probabilities: list[float], near: bool):
     assert moment._near_tie(probabilities) is near
+
+
+@pytest.mark.parametrize("top", [1, 2, 5, 8, 16, 100, 192, 553, 4096, 20000])
+def test_ticks_of_a_root_axis_never_touch(top: int):
+    values = root_ticks(top)["tickvals"]
+    assert values[0] == 0 and values[-1] >= 0.5 * math.sqrt(top)
+    assert all(high - low >= 0.1 * math.sqrt(top) for low, high in zip(values, values[1:], strict=False))

@@ -10,9 +10,11 @@ from streamlit.testing.v1 import AppTest
 
 import app
 from app.live.routes import routes
+from app.reading import describe
 from app.saved import library, saved_run
 from app.session import Hub, Lab
 from engine.observe.archive import Archive
+from engine.observe.runs import MAX_UPLOAD
 from tests.app.kit import call
 
 SCREENS = Path(app.__path__[0]) / "screens"
@@ -198,3 +200,15 @@ def test_of_a_long_run_only_a_window_is_read(lab: Lab, tmp_path: Path) -> None:
     run.look(Look(step=len(recording.steps) // 2))
     steps = sum(count for kind, count in decoded if kind == b"S")
     assert len(recording.steps) > 10_000 and 0 < steps < 6000
+
+
+def test_a_run_as_large_as_the_library_takes_can_be_uploaded(lab: Lab):
+    """The server's limit for other files is not that of runs: what was saved can be brought back."""
+    [uploader] = page("runs.py", lab).get("file_uploader")
+    assert uploader.proto.max_upload_size_mb * 1024**2 == MAX_UPLOAD
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_threads_are_counted_in_words(threads: int | None):
+    told = describe({"title": "m", "threads": threads})
+    assert {1: "· 1 thread (", 2: "· 2 threads (", None: "· threads unknown ("}[threads] in told

@@ -117,3 +117,14 @@ def test_the_line_of_memory_lies_where_the_last_request_fits():
     nothing = memory_figure(1024.0, 16, 1024, -1.0, DARK)
     go.Figure(nothing)
     assert set(nothing["data"][1]["y"]) == {-0.5}
+
+
+@pytest.mark.parametrize("fit", [1, 2, 3, 7, 8, 9, 128, 130, 238, 255, 256, 511, 512, 5000])
+def test_every_cell_below_the_line_of_memory_fits_and_none_above(fit: int):
+    figure = memory_figure(1024.0, 16, 1024, 1024.0 * 1024 * fit, LIGHT, (1024, fit))
+    heat, line, *mark = figure["data"]
+    texts = [row[-1] for row in heat["text"]]
+    for row, text in enumerate(texts):
+        assert (row < line["y"][-1]) == bool(text)
+    if mark:
+        assert mark[0]["y"] == [line["y"][-1]], "as many as fit are marked on the line, not beyond it"
