@@ -127,6 +127,16 @@ def test_preemption_and_prefix_cache_ahead_of_the_tokens(tiny):
     assert llm.stats().tokens_cached >= 24
 
 
+@pytest.mark.parametrize("more", [{}, {"top_k": 20}], ids=["in the graph", "behind it"])
+def test_rows_of_a_static_batch_that_ended_only_take_up_room(tiny, more):
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=2 + 2 * i, ignore_eos=True, **more) for i in range(3)]
+    static = {"batching": "static", "max_num_batched_tokens": 256}
+    expected, _ = generate(tiny, params=params, **static)
+    runner, recorded, _ = late_runner(tiny, **static)
+    assert generate(tiny, runner, params, **static)[0] == expected
+    assert recorded.replays == 5
+
+
 class Ahead:
     """Two steps in flight at a time, by hand; what the host holds is spoiled as soon as a step is submitted."""
 
