@@ -39,11 +39,12 @@ SERVE = f"""
 import sys
 from pathlib import Path
 from app import server
-from app.session import Hub, install
+from app.session import Hub
 from engine.serve.client import EngineClient
 
-model, port, threads, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None, Path(sys.argv[4])
-client = EngineClient(model, device="cpu", threads=threads, recordings=folder)
+model, port, threads, *folder = sys.argv[1:]
+port, folder = int(port), Path(*folder) if folder else None
+client = EngineClient(model, device="cpu", threads=int(threads) or None, recordings=folder)
 hub = Hub(client, alive=lambda session: True)
 hub.listens = ("127.0.0.1", port)
 hub.enter("{TOKEN}", "open tab")

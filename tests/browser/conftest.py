@@ -40,15 +40,17 @@ class Lab:
         return next(child.pid for child in children if "engine.serve.host" in " ".join(child.cmdline()))
 
 
-def start_lab(tmp: Path, model: str = "smollm2") -> Lab:
-    """Start the lab as its command line does and wait until the page answers."""
+def start_lab(tmp: Path, model: str = "smollm2", **environment: str) -> Lab:
+    """Start the lab as its command line does and wait until the page answers; ``environment`` is added to ours."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp / f"lab-{model}.log"
     command = [sys.executable, "-m", "engine.cli", "lab", "--model", model, "--device", "cpu", "--port", str(port)]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        )
     end = time.monotonic() + 60
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -77,6 +79,15 @@ def stop_lab(lab: Lab) -> None:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """One lab with the embedded model for all tests."""
     running = start_lab(tmp_path_factory.mktemp("lab"))
+    yield running
+    stop_lab(running)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A lab of the module's own on the random model, with a data folder of its own."""
+    folder = tmp_path_factory.mktemp("tiny")
+    running = start_lab(folder, "tiny", INFERENCE_LAB_DATA=str(folder / "data"))
     yield running
     stop_lab(running)
 

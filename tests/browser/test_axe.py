@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.browser.conftest import Lab, start_lab, stop_lab
+from tests.browser.conftest import Lab
 
 pytestmark = pytest.mark.browser
 AXE = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
@@ -32,17 +32,6 @@ PAGES = {
     "calculators": "/calculators",
     "experiments": "/experiments",
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A lab on the random model, with a data folder of its own."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("INFERENCE_LAB_DATA", str(tmp_path_factory.mktemp("data")))
-    running = start_lab(tmp_path_factory.mktemp("lab"), "tiny")
-    yield running
-    stop_lab(running)
-    patch.undo()
 
 
 @pytest.fixture

@@ -26,17 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("class")
     (folder / "data" / "scenes").mkdir(parents=True)
     (folder / "data" / "scenes" / "broken.yaml").write_text("id: broken\ntitel: Oops\n")
-    changed = {"INFERENCE_LAB_GRACE": str(GRACE), "INFERENCE_LAB_DATA": str(folder / "data")}
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        running = start_lab(folder, "tiny")
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    running = start_lab(folder, "tiny", INFERENCE_LAB_GRACE=str(GRACE), INFERENCE_LAB_DATA=str(folder / "data"))
     yield running
     stop_lab(running)
 

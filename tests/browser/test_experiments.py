@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, TimeoutError, expect
 
-from tests.browser.conftest import Lab, picture, start_lab, stop_lab
+from tests.browser.conftest import Lab, picture
 
 pytestmark = pytest.mark.browser
 WAIT = 120_000
@@ -33,23 +33,12 @@ workload:
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,100,20\n2023-11-16 18:17:04.97,many,20\n"
 
 
-@pytest.fixture(scope="module")
-def tiny_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A lab of its own on the random model, with a data folder of its own."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("INFERENCE_LAB_DATA", str(tmp_path_factory.mktemp("data")))
-    running = start_lab(tmp_path_factory.mktemp("lab"), "tiny")
-    yield running
-    stop_lab(running)
-    patch.undo()
-
-
 @pytest.fixture
-def page(browser: Browser, tiny_lab: Lab) -> Iterator[Page]:
+def page(browser: Browser, tiny: Lab) -> Iterator[Page]:
     """A page on the experiments, with nothing to complain about at the end."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
     made, complaints = watched(context)
-    made.goto(f"{tiny_lab.address}/experiments")
+    made.goto(f"{tiny.address}/experiments")
     expect(made.get_by_role("heading", name="Experiments", exact=True)).to_be_visible(timeout=WAIT)
     yield made
     context.close()
@@ -104,7 +93,7 @@ def download(page: Page, label: str, folder: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def test_an_a_b_from_run_to_report_and_back(page: Page, browser: Browser, tiny_lab: Lab, tmp_path: Path):
+def test_an_a_b_from_run_to_report_and_back(page: Page, browser: Browser, tiny: Lab, tmp_path: Path):
     run_ready_made(page, "static-continuous")
     expect(page.get_by_text("Expected by counting: 4 of 4 hold")).to_be_visible()
     drawn = figures(page)
@@ -171,7 +160,7 @@ def test_a_cancelled_one_leaves_nothing_and_another_can_run(page: Page):
     run_ready_made(page, "kv-cache")
 
 
-def test_a_link_reproduces_the_form_and_a_bad_trace_names_its_line(page: Page, tiny_lab: Lab, tmp_path: Path):
+def test_a_link_reproduces_the_form_and_a_bad_trace_names_its_line(page: Page, tiny: Lab, tmp_path: Path):
     page.get_by_text("Your own", exact=True).click()
     requests = page.get_by_label("Requests", exact=True)
     requests.fill("23")
@@ -179,7 +168,7 @@ def test_a_link_reproduces_the_form_and_a_bad_trace_names_its_line(page: Page, t
     expect(page.get_by_text("Seats (max_num_seqs): 1 against 8")).to_be_visible()
     page.wait_for_url("**x_requests=23**")
     link = page.url
-    page.goto(f"{tiny_lab.address}/experiments")
+    page.goto(f"{tiny.address}/experiments")
     page.goto(link)
     expect(page.get_by_label("Requests", exact=True)).to_have_value("23", timeout=WAIT)
     page.get_by_text("a trace", exact=True).click()
@@ -193,8 +182,8 @@ def test_a_link_reproduces_the_form_and_a_bad_trace_names_its_line(page: Page, t
     expect(page.get_by_text("good.csv: 2 requests over 1 s")).to_be_visible()
 
 
-def test_the_calculator_shows_estimate_and_allocation_side_by_side(page: Page, tiny_lab: Lab):
-    page.goto(f"{tiny_lab.address}/calculators")
+def test_the_calculator_shows_estimate_and_allocation_side_by_side(page: Page, tiny: Lab):
+    page.goto(f"{tiny.address}/calculators")
     expect(page.get_by_text("allocated by the engine")).to_be_visible(timeout=WAIT)
     line = page.get_by_text("allocated by the engine").inner_text()
     allocated, estimate = (line.split(word)[0].split()[-2:] for word in (" allocated", " by the formula"))
@@ -206,11 +195,11 @@ def test_the_calculator_shows_estimate_and_allocation_side_by_side(page: Page, t
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "dark"), (390, "light")])
-def test_pages_fit_the_window(browser: Browser, tiny_lab: Lab, width: int, theme: str):
+def test_pages_fit_the_window(browser: Browser, tiny: Lab, width: int, theme: str):
     context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=theme)
     made, complaints = watched(context)
     for place in ("experiments", "experiments?view=Your own", "calculators"):
-        made.goto(f"{tiny_lab.address}/{place}")
+        made.goto(f"{tiny.address}/{place}")
         expect(made.locator("h1").first).to_be_visible(timeout=WAIT)
         made.wait_for_timeout(1500)
         assert made.evaluate("document.documentElement.scrollWidth") <= width

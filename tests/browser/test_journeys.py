@@ -10,21 +10,10 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.conftest import Lab, picture, start_lab, stop_lab
+from tests.browser.conftest import Lab, picture
 from tests.browser.test_lab import read, send, step_tokens, wait
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A lab on the random model, with a data folder of its own."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("INFERENCE_LAB_DATA", str(tmp_path_factory.mktemp("data")))
-    running = start_lab(tmp_path_factory.mktemp("lab"), "tiny")
-    yield running
-    stop_lab(running)
-    patch.undo()
 
 
 @pytest.fixture

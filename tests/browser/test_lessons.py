@@ -15,24 +15,13 @@ from playwright.sync_api import Browser, Page, expect
 from lessons.catalogue import catalogue
 from lessons.judge import right_option
 from lessons.model import Check, Explain, Explore, Lesson, Predict, RunBlock
-from tests.browser.conftest import OUT, Lab, start_lab, stop_lab
+from tests.browser.conftest import OUT, Lab
 from tests.lessons.independent import ANSWERS
 
 pytestmark = pytest.mark.browser
 AXE = "axe-core@4.14.1"
 EXPECTED = ("_stcore/health", "_stcore/host-config")
 """Streamlit looks for its base path at these addresses first, below the page's own; a 404 there is its normal course."""
-
-
-@pytest.fixture(scope="module")
-def tiny_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A lab with the tiny model, and a data folder of its own."""
-    folder = tmp_path_factory.mktemp("lessons")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("INFERENCE_LAB_DATA", str(folder / "data"))
-        running = start_lab(folder, "tiny")
-    yield running
-    stop_lab(running)
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +45,7 @@ Visit = Any
 
 
 @pytest.fixture
-def visit(browser: Browser, tiny_lab: Lab) -> Iterator[Visit]:
+def visit(browser: Browser, tiny: Lab) -> Iterator[Visit]:
     """Open a page of the lab; at the end nothing may have been complained about."""
     contexts = []
     complaints: list[str] = []
@@ -70,8 +59,8 @@ def visit(browser: Browser, tiny_lab: Lab) -> Iterator[Visit]:
         page.set_default_timeout(30_000)
         page.on("pageerror", lambda e: complaints.append(f"page error: {e}"))
         page.on("console", lambda m: complaints.append(m.text) if m.type == "error" and not _known(m.location) else None)
-        page.on("request", lambda r: None if _ours(r.url, tiny_lab.port) else complaints.append(f"request to {r.url}"))
-        page.goto(f"{tiny_lab.address}/{path}")
+        page.on("request", lambda r: None if _ours(r.url, tiny.port) else complaints.append(f"request to {r.url}"))
+        page.goto(f"{tiny.address}/{path}")
         return page
 
     yield open_page

@@ -17,26 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TOKEN = "presenter-presenter-presenter"
-SERVE = f"""
-import sys
-from app import server
-from app.session import Hub, install
-from engine.serve.client import EngineClient
+from engine.bench.viewers import SERVE, TOKEN
 
-model, port = sys.argv[1], int(sys.argv[2])
-client = EngineClient(model)
-hub = Hub(client, alive=lambda session: True)
-hub.listens = ("127.0.0.1", port)
-hub.enter("{TOKEN}", "open tab")
-app = server.build_app(hub, server.address("127.0.0.1", port))
-client.start()
-try:
-    app.run(config={{**server.SETTINGS, "server.address": "127.0.0.1", "server.port": port}})
-finally:
-    client.close()
-"""
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server:
@@ -133,7 +116,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[str], Server]]:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         log = (tmp_path / "server.log").open("wb")
-        process = subprocess.Popen([sys.executable, "-c", SERVE, model, str(port)], cwd=ROOT, stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, "-c", SERVE, model, str(port), "0"], cwd=ROOT, stdout=log, stderr=log)
         server = Server(port, process)
         started.append(server)
         end = time.monotonic() + 120
