@@ -151,6 +151,26 @@ def test_wrong_inputs_of_a_mixed_step_are_found_out(monkeypatch, wrong):
     assert selfcheck._same_inputs(torch.device("cpu")) == (wrong is None)
 
 
+def unaware(right, state, seats, logits, inputs, last, *rest):
+    """Takes what is no number for small ones."""
+    right(state, seats, logits.nan_to_num(nan=-9.0, posinf=-9.0), inputs, last, *rest)
+
+
+def half_blind(right, state, seats, logits, inputs, last, *rest):
+    right(state, seats, logits, inputs, torch.zeros_like(last), *rest)
+
+
+def greedy_only(right, state, seats, logits, inputs, *rest):
+    right(state, seats, logits, None, *rest)
+
+
+@pytest.mark.parametrize("wrong", [None, unaware, half_blind, greedy_only])
+def test_wrong_ends_are_found_out(model, monkeypatch, wrong):
+    if wrong is not None:
+        monkeypatch.setattr(state_kernels, "launch_finish", partial(wrong, state_kernels.launch_finish))
+    assert selfcheck._same_ends(model) == (wrong is None)
+
+
 def uncommitted(right, *arguments):
     right(*arguments[:-1], False)
 
