@@ -5,6 +5,7 @@ from pathlib import Path
 import streamlit as st
 
 from app.owner import page_is_owner
+from app.scheme import follow_scheme
 from app.session import hub
 
 ICON = Path(__file__).parent / "live" / "static" / "icon.svg"
@@ -16,8 +17,8 @@ READABLE = """<style>@media (prefers-color-scheme: dark) {
 }
 .stMainBlockContainer { padding: 4.5rem 2rem 4rem 2rem; }
 .stMainBlockContainer h1 { font-size: 2rem; padding: 0 0 0.25rem 0; }
-.stMainBlockContainer h2 { font-size: 1.3rem; padding: 0.25rem 0; }
-.stMainBlockContainer h3 { font-size: 1.15rem; padding: 0.25rem 0; }
+.stMainBlockContainer h2 { font-size: 1.3rem; padding: 0.25rem 0 0.5rem 0; }
+[data-testid="stHeading"] h3 { font-size: 1.15rem; padding: 0.25rem 0; }
 .stApp .stMain { scroll-padding-top: 4.5rem; }
 @media (max-width: 640px) { .stMainBlockContainer { padding: 4rem 0.75rem 3rem 0.75rem; } }
 </style>"""
@@ -35,4 +36,7 @@ PAGES = [
     st.Page("screens/metrics.py", title="Metrics"),
     st.Page("screens/calculators.py", title="Calculators"),
 ]
-st.navigation(PAGES, position="top").run()
+page = st.navigation(PAGES, position="top")
+page.run()
+if page.title != "Lab":  # the lab draws itself anew
+    follow_scheme()

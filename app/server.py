@@ -22,6 +22,7 @@ from streamlit.file_util import get_static_dir
 from streamlit.web.server.starlette import starlette_server
 
 from app import sharing
+from app.figures.palette import DARK
 from app.files import KeptFiles
 from app.live.routes import allow_streams, announced, end_streams, routes
 from app.session import Hub, Limits, install
@@ -48,6 +49,9 @@ SETTINGS: dict[str, Any] = {
     "theme.light.textColor": "#0f141c",
     "theme.light.primaryColor": "#2a4bd0",
     "theme.dark.primaryColor": "#8ab4ff",
+    # The paper on which the pictures are drawn.
+    "theme.dark.backgroundColor": DARK.paper,
+    "theme.dark.secondaryBackgroundColor": "#1b212c",
 }
 """Streamlit's settings: nothing that disturbs the engine's process or talks to the outside, and colours that read."""
 

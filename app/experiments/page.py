@@ -120,7 +120,8 @@ def progress_view(lab: str) -> None:
     with st.container(border=True):
         st.markdown(f"**{found.runner.experiment.title}**")
         left = "" if progress.seconds_left is None else f", about {duration(progress.seconds_left)} left"
-        st.progress(progress.share, text=f"{progress.done} of {progress.total} runs: {progress.text}{left}")
+        words = f"{progress.done} of {progress.total} runs: {progress.text}{left}" if progress.total else "It begins."
+        st.progress(progress.share, text=words)
         st.caption(
             "The engine works for this experiment alone; other labs wait, and their viewers hear of it when it is done."
             + (f" Found on this machine: {progress.others}." if progress.others else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
@@ -622,4 +623,4 @@ def test_a_near_tie_is_called_so(probabilities: list[float], near: bool):
 def test_ticks_of_a_root_axis_never_touch(top: int):
     values = root_ticks(top)["tickvals"]
     assert values[0] == 0 and values[-1] >= 0.5 * math.sqrt(top)
-    assert all(high - low >= 0.1 * math.sqrt(top) for low, high in zip(values, values[1:], strict=False))
+    assert all(high - low >= 0.1 * math.sqrt(top) for low, high in pairwise(values))

@@ -212,3 +212,10 @@ def test_a_run_as_large_as_the_library_takes_can_be_uploaded(lab: Lab):
 def test_threads_are_counted_in_words(threads: int | None):
     told = describe({"title": "m", "threads": threads})
     assert {1: "· 1 thread (", 2: "· 2 threads (", None: "· threads unknown ("}[threads] in told
+
+
+@pytest.mark.parametrize("name", ["lessons.py", "experiments.py", "runs.py", "metrics.py", "calculators.py"])
+def test_pages_with_pictures_of_one_theme_follow_the_systems_change(lab: Lab, name: str):
+    """Else a page that is open when the system turns dark keeps dark letters on dark paper."""
+    keepers = [element.proto.id for element in page(name, lab).get("bidi_component")]
+    assert any(keeper.endswith("scheme-keeper") for keeper in keepers)
