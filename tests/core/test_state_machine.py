@@ -293,24 +293,29 @@ TestEngineMachine = EngineMachine.TestCase
 def test_many_random_actions(capsys):
     """As many actions as SOAK_ACTIONS asks for (100,000); says how many were run."""
     goal = int(os.environ.get("SOAK_ACTIONS", "100000"))
-    ACTIONS.clear()
-    while ACTIONS.total() < goal:
-        examples = max(1, min(500, (goal - ACTIONS.total()) // 60))
+    many_actions(EngineMachine, goal, ACTIONS, SEEN, capsys, steps=60)
+    assert all(SEEN[kind] for kind in ("preemptions", "copies on write", "prefix-cache hits", "evictions", "padded tokens"))
+
+
+def many_actions(machine, goal, actions, seen, capsys, steps):
+    """Run a machine, ``steps`` actions a life, until ``actions`` counts the goal; says what it did and met."""
+    actions.clear()
+    seen.clear()
+    while actions.total() < goal:
+        examples = max(1, min(200, (goal - actions.total()) // steps))
         run_state_machine_as_test(
-            EngineMachine,
+            machine,
             settings=settings(
                 max_examples=examples,
-                stateful_step_count=60,
+                stateful_step_count=steps,
                 deadline=None,
                 derandomize=False,
                 database=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )
-    assert ACTIONS.total() >= goal
-    assert all(SEEN[kind] for kind in ("preemptions", "copies on write", "prefix-cache hits", "evictions", "padded tokens"))
     with capsys.disabled():
-        for title, counts in (("actions run", ACTIONS), ("seen on the way", SEEN)):
+        for title, counts in (("actions run", actions), ("seen on the way", seen)):
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
-            total = f" {counts.total():,}" if counts is ACTIONS else ""
+            total = f" {counts.total():,}" if counts is actions else ""
             sys.stdout.write(f"\n{title}:{total} ({kinds})")
