@@ -362,6 +362,8 @@ def test_pending_tokens_count_as_known_ones(seed):
             running = running[::-1][1:]
         elif change == 2 and len(running) < 7:
             running = [away[-1], *running]
+        elif change == 3:
+            running = running[::-1]
         for request, token in pending:
             if request not in running:  # not in the next step: collected before it may come back
                 request.token_ids[-1] = token
@@ -403,6 +405,15 @@ def test_a_step_that_failed_half_way_or_was_thrown_away_counts_nothing(monkeypat
     request.token_ids[-1] = 20  # what the host says goes, should it differ from what was sampled
     logits[0, 20] = 0.1  # counted once: −0.4, and the 9 thrice: −0.3
     assert sampler.sample(logits.clone(), [request]).tokens == [9]
+
+
+@LOOKS
+def test_a_step_thrown_away_twice_counts_nothing(may_look):
+    sampler = Sampler(may_look=may_look)
+    request = make_request(temperature=0, frequency_penalty=0.5, output=(9,))
+    logits = torch.full((1, V), -9.0)
+    logits[0, [9, 4]] = torch.tensor([1.2, 0.4])
+    assert [sampler.sample(logits.clone(), [request]).tokens for _ in range(3)] == [[9]] * 3
 
 
 # ---------------------------------------------------------------------- nothing looks
