@@ -16,8 +16,8 @@ READABLE = """<style>@media (prefers-color-scheme: dark) {
   :is([data-testid="stBaseButton-primary"], [data-testid="stBaseButton-primaryFormSubmit"]) :is(p, span) { color: #0e1117; }
 }
 .stMainBlockContainer { padding: 4.5rem 2rem 4rem 2rem; }
-.stMainBlockContainer h1 { font-size: 2rem; padding: 0 0 0.25rem 0; }
-.stMainBlockContainer h2 { font-size: 1.3rem; padding: 0.25rem 0 0.5rem 0; }
+[data-testid="stHeading"] h1 { font-size: 2rem; padding: 0 0 0.25rem 0; }
+[data-testid="stHeading"] h2 { font-size: 1.3rem; padding: 0.25rem 0 0.5rem 0; }
 [data-testid="stHeading"] h3 { font-size: 1.15rem; padding: 0.25rem 0; }
 .stApp .stMain { scroll-padding-top: 4.5rem; }
 @media (max-width: 640px) { .stMainBlockContainer { padding: 4rem 0.75rem 3rem 0.75rem; } }

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from app import link
+from app.experiments.running import measuring
 from app.figures.tiles import gpu_words
 from app.live.ledger import LiveLedger
 from app.live.moment import Look, encode, scene, sections
@@ -342,6 +343,12 @@ class Lab:
             return ()
         return (f"{info.backend.reason} Answers are right all the same, only slower: inference-lab doctor tells more.",)
 
+    def _measured(self) -> tuple[str, ...]:
+        """Why requests stand still, while they do."""
+        if not self._log.num_live or not measuring():
+            return ()
+        return ("An experiment is being measured on this machine. This lab's requests wait until it is done.",)
+
     def room(self) -> dict[str, Any]:
         """Traffic, scene, and what this lab shares with others."""
         steps = self._log.steps(max(0, self._log.next_index - WAIT_STEPS))
@@ -354,7 +361,7 @@ class Lab:
             "scene": {"id": self.scene.id, "title": self.scene.title, "look": self.scene.look, "view": self.scene.view}
             if self.scene is not None else None,
             "link": link.query_of(self.config, DEFAULT_CONFIG, self.workload, self.scene),
-            "problems": (*self.problems, *self._fallback()),
+            "problems": (*self.problems, *self._fallback(), *self._measured()),
             "notice": self.notice,
             "waited": round(waited / (waited + worked), 3) if waited + worked > 0 else 0.0,
             "followers": self.followers,

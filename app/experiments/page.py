@@ -188,11 +188,12 @@ def table(result: ExperimentResult, found: Sequence[Difference]) -> None:
             continue
         label = f"{number.label}, {number.unit}" if number.unit else number.label
         medians = {variant: spread_text(of[variant][name], name) for variant in variants}
-        rows.append({"number": label, **medians, **({"meaning": " ".join(d.words for d in about)} if about else {})})
+        rows.append({"number": label, **medians, **({"meaning": meaning(about)} if about else {})})
     st.subheader("What differs")
     st.caption(
         f"Median of {repetitions_text(result.repetitions)} (lowest to highest). Counted numbers are exact; a timed one "
-        f"differs only where repeating confirms it."
+        f"differs only where repeating confirms it. How much it differs is judged inside each repetition, so it need not be "
+        f"the ratio of the two medians."
     )
     st.table(rows, border="horizontal", hide_index=True)
     if equal:
@@ -203,6 +204,16 @@ def table(result: ExperimentResult, found: Sequence[Difference]) -> None:
         with st.expander(f"Expected by counting: {held} of {len(outcomes)} hold", expanded=held < len(outcomes)):
             for outcome in outcomes:
                 st.markdown(f"{'✓' if outcome.holds else '✗'} {outcome.text}")
+
+
+def meaning(about: Sequence[Difference]) -> str:
+    """What a number's differences mean; where several variants are told of, each sentence names its own."""
+    if len(about) == 1:
+        return about[0].words
+    return " ".join(
+        d.words if d.words.startswith(f"With {d.variant},") else f"{d.variant}: {d.words[:1].lower()}{d.words[1:]}"
+        for d in about
+    )
 
 
 def sure_view(result: ExperimentResult, found: Sequence[Difference], run: Run, disabled: bool) -> None:

@@ -66,6 +66,12 @@ def start(lab: str, experiment: Experiment, client: EngineClient, store: ResultS
         return made
 
 
+def measuring() -> bool:
+    """Whether an experiment has the engine for itself, so that every lab waits."""
+    with _lock:
+        return any(not each.runner.over for each in _running.values())
+
+
 def of(lab: str) -> Running | None:
     """The newest experiment of a lab's owner."""
     return _running.get(lab)

@@ -63,3 +63,18 @@ def test_without_a_launcher_the_page_says_how_to_start():
 def test_nothing_is_open_before_the_host_is_ready():
     made = Hub(EngineClient("scripted"))
     assert made.ensure_open(made.enter(None)) is False
+
+
+def test_a_lab_that_waits_for_an_experiment_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    """Requests stand still while an experiment has the engine; nothing else on the page tells why."""
+    lab = hub.enter(None)
+    assert hub.ensure_open(lab)
+    told = "experiment is being measured"
+    monkeypatch.setattr("app.session.measuring", lambda: True)
+    assert not any(told in text for text in lab.room()["problems"]), "nobody waits"
+    lab.client.control(lab.token, "pause")
+    lab.client.send(lab.token, "a prompt", chat=False, params={"max_tokens": 4})
+    assert lab.log.wait_until(lambda log: log.num_live == 1, 20)
+    assert any(told in text for text in lab.room()["problems"])
+    monkeypatch.setattr("app.session.measuring", lambda: False)
+    assert not any(told in text for text in lab.room()["problems"])

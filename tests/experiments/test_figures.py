@@ -7,12 +7,14 @@ import plotly.graph_objects as go
 import pytest
 
 from app.experiments.charts import charts
+from app.experiments.page import meaning
 from app.figures.calculator_memory import contexts, memory_alt, memory_figure
 from app.figures.experiment_ecdf import experiment_ecdf, experiment_ecdf_alt
 from app.figures.experiment_ratios import experiment_ratios, experiment_ratios_alt
 from app.figures.experiment_timelines import FRAMES, MOST_STEPS, Track, experiment_timelines, experiment_timelines_alt
 from app.figures.palette import DARK, LIGHT
-from engine.workload.results import RunRecords, differences
+from engine.workload.results import Difference, RunRecords, differences
+from engine.workload.statistics import spread
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)
@@ -128,3 +130,14 @@ def test_every_cell_below_the_line_of_memory_fits_and_none_above(fit: int):
         assert (row < line["y"][-1]) == bool(text)
     if mark:
         assert mark[0]["y"] == [line["y"][-1]], "as many as fit are marked on the line, not beyond it"
+
+
+def test_what_is_said_of_several_variants_names_each():
+    seen = spread([1.0])
+    said = {
+        "small": "Not clear: it may be 8 % less, or 9 % more.",
+        "large": "With large, it is faster: 20 % less than with off.",
+    }
+    about = [Difference(name="duration", variant=v, base="off", kind="", a=seen, b=seen, words=w) for v, w in said.items()]
+    assert meaning(about) == f"small: not clear: it may be 8 % less, or 9 % more. {said['large']}"
+    assert meaning(about[:1]) == said["small"]

@@ -454,7 +454,7 @@ class View {
   welcome() {
     const head = this.sections.head;
     if (!head) return;
-    const idle = !this.sections.clock || this.sections.clock.last < 0;
+    const idle = !(this.sections.clock?.last >= 0 || this.sections.requests?.length);
     const down = head.state === "stopped" || head.state === "failed";
     const ready = head.state === "ready";
     const saved = head.state === "saved";
