@@ -22,6 +22,7 @@ from engine.model.sampler import (
     draw_of,
     key_of,
     metadata_of,
+    needs_sampler,
     numbers_of,
     truncate,
     uniform,
@@ -304,6 +305,11 @@ def test_min_tokens_holds_back_every_ending(temperature):
         assert Sampler().sample(logits.clone(), [make_request(output=output, **params)]).tokens == [wanted]
 
 
+def test_min_tokens_needs_the_sampler_until_they_are_there():
+    requests = [make_request(output=(1,) * count, temperature=0, min_tokens=2) for count in range(4)]
+    assert list(map(needs_sampler, requests)) == [True, True, False, False]
+
+
 @pytest.mark.parametrize("count", [0, 1, 5, -1])
 def test_logprobs_are_the_models_own(count):
     logits = logits_of(seed=4)
@@ -323,6 +329,10 @@ def test_logprobs_are_the_models_own(count):
     for i, candidate in found.items():
         assert candidate.logprob == pytest.approx(log_p[i], abs=1e-5)
         assert candidate.rank == order.index(i) + 1 and candidate.decoded_token == f"<{i}>"
+    alone = Sampler().sample(logits.clone(), [request]).logprobs[0]
+    assert [(i, c.rank, round(c.logprob, 4)) for i, c in alone.items()] == [
+        (i, c.rank, round(c.logprob, 4)) for i, c in found.items()
+    ]
 
 
 def test_more_candidates_than_words():
@@ -405,6 +415,16 @@ def test_a_step_that_failed_half_way_or_was_thrown_away_counts_nothing(monkeypat
     request.token_ids[-1] = 20  # what the host says goes, should it differ from what was sampled
     logits[0, 20] = 0.1  # counted once: −0.4, and the 9 thrice: −0.3
     assert sampler.sample(logits.clone(), [request]).tokens == [9]
+
+
+def test_the_same_requests_in_another_order():
+    sampler = Sampler()
+    a, b = (make_request(name, temperature=0, presence_penalty=0.5, output=(token,)) for name, token in (("a", 9), ("b", 4)))
+    logits = torch.full((2, V), -9.0)
+    logits[:, 9], logits[:, 4] = 1.2, 1.0
+    assert sampler.sample(logits.clone(), [a, b]).tokens == [4, 9]
+    a.token_ids.append(20), b.token_ids.append(20)
+    assert sampler.sample(logits.clone(), [b, a]).tokens == [9, 4]
 
 
 @LOOKS
