@@ -87,16 +87,16 @@ def tool_rows(reports: Sequence[ToolReport]) -> list[dict[str, Any]]:
         {
             "tool": report.tool,
             "version": report.version,
-            "TTFT mean": _stat(report.ttft, "mean"),
-            "TTFT p99": _stat(report.ttft, "p99"),
-            "TPOT mean": _stat(report.tpot, "mean"),
-            "“ITL” mean": _stat(report.itl, "mean"),
-            "“ITL” p99": _stat(report.itl, "p99"),
+            "TTFT mean, ms": _stat(report.ttft, "mean"),
+            "TTFT p99, ms": _stat(report.ttft, "p99"),
+            "TPOT mean, ms": _stat(report.tpot, "mean"),
+            "“ITL” mean, ms": _stat(report.itl, "mean"),
+            "“ITL” p99, ms": _stat(report.itl, "p99"),
             "“ITL” samples": NA if report.itl is None else number(report.itl.count, 0),
-            "E2E mean": _stat(report.e2e, "mean"),
+            "E2E mean, ms": _stat(report.e2e, "mean"),
             "requests/s": number(report.request_throughput, 2),
             "output tokens/s": number(report.output_throughput, 1),
-            "goodput/s": number(report.goodput, 2),
+            "goodput, requests/s": number(report.goodput, 2),
         }
         for report in reports
     ]

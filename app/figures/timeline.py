@@ -56,6 +56,7 @@ def timeline_figure(
     z: list[list[int | None]] = [[None] * (frame[1] - frame[0] + 1) for _ in range(rows)]
     hover = [[""] * (frame[1] - frame[0] + 1) for _ in range(rows)]
     marks: dict[str, list[tuple[int, int, str]]] = {"decode": [], "recompute": [], "preempt": [], "finish": [], "cached": []}
+    vain: set[tuple[int, int]] = set()
     for step in shown:
         column = step.index - frame[0]
         if not 0 <= column < len(z[0]):
@@ -79,13 +80,15 @@ def timeline_figure(
             hover[row][column] = f"step {step.index}: {name} {kind}, {many(work.num_tokens, 'token')}"
             if kind == "decode" and work.sampled < 0:
                 hover[row][column] += THROWN_AWAY
+                vain.add((step.index, row))
             elif kind in marks:
                 marks[kind].append((step.index, row, hover[row][column]))
             if work.cached:
                 marks["cached"].append(
                     (step.index, row, f"step {step.index}: {name} takes {many(work.cached, 'token')} from the cache")
                 )
-        _note_events(step, row_of, rows, requests, marks)
+        _note_events(step, row_of, rows, requests, marks, frame[0])
+    marks["finish"] = [(x, y, text + THROWN_AWAY if (x, y) in vain else text) for x, y, text in marks["finish"]]
     names = [letter(request.number) for request in requests]
     return {
         "data": [_heatmap(z, hover, frame, rows, levels), *_markers(marks, theme)],
@@ -128,9 +131,12 @@ def _note_events(
     rows: int,
     requests: Sequence[RequestTrace],
     marks: dict[str, list[tuple[int, int, str]]],
+    first: int,
 ) -> None:
-    for event in (*step.events, *step.events_after):
+    """Marks of one step. What ended before it (``events``) is marked where the request was last: in the step before."""
+    for place, event in enumerate((*step.events, *step.events_after)):
         row = row_of.get(event.request_id, rows)
+        before = place < len(step.events)
         if row >= rows:
             continue
         name = letter(requests[row].number)
@@ -138,8 +144,9 @@ def _note_events(
             marks["preempt"].append(
                 (step.index, row, f"step {step.index}: {name} is preempted, {many(event.value, 'token')} lost")
             )
-        elif event.op == "finish":
-            marks["finish"].append((step.index, row, f"step {step.index}: {name} {ENDS.get(event.other, 'finishes')}"))
+        elif event.op == "finish" and step.index - before >= first:
+            moment = f"{'before ' if before else ''}step {step.index}"
+            marks["finish"].append((step.index - before, row, f"{moment}: {name} {ENDS.get(event.other, 'finishes')}"))
 
 
 def _heatmap(

@@ -342,6 +342,10 @@ def test_a_decode_in_vain_says_so_and_makes_no_tick():
     vain = [text for text in texts if "thrown away" in text]
     ended = lab.log.traces()[0].token_steps[-1]
     assert vain == [f"step {ended + 1}: A decode, 1 token{THROWN_AWAY}"]
+    marks = trace(figure, "finish")
+    assert next(zip(marks["x"], marks["y"], strict=True)) == (ended + 1, 0), "it ends where it was last, not beyond"
+    assert "A ends by itself" in marks["hovertext"][0] and THROWN_AWAY in marks["hovertext"][0]
+    assert THROWN_AWAY not in marks["hovertext"][1]
     path = next(s["path"] for s in figure["layout"]["shapes"] if s["name"] == "decode")
     made = sum(row.kind == "decode" and row.sampled >= 0 for step in lab.log.steps() for row in step.scheduled)
     assert path.count("M") == made

@@ -56,7 +56,7 @@ export function engineForm(view) {
     h("label", { class: "lab-knob", htmlFor: "lab-preset" }, h("span", {}, "preset"), preset),
     KNOBS.map((knob) => row(knob)),
     h("p", { class: "lab-note" }, "Apply restarts this lab's engine: requests end, weights stay loaded."),
-    message, done, h("div", { class: "lab-buttons lab-sticky" }, apply, back, command),
+    h("div", { class: "lab-sticky" }, message, done, h("div", { class: "lab-buttons" }, apply, back, command)),
   );
   const backend = h("p", { class: "lab-note lab-backend", hidden: true });
   form.prepend(backend);
