@@ -214,7 +214,7 @@ def _labels(view: PoolView, theme: Theme, wide: int, selected: int | None) -> di
         "type": "scatter",
         "name": "letters",
         "mode": "text",
-        "x": [x for x, _ in cells],
+        "x": [x + _aside(view, block) for (x, _), block in zip(cells, blocks, strict=True)],
         "y": [y for _, y in cells],
         "text": [_label(view.uses[block]) for block in blocks],
         "textfont": {
@@ -227,10 +227,22 @@ def _labels(view: PoolView, theme: Theme, wide: int, selected: int | None) -> di
 
 
 def _reads_on_hue(view: PoolView, block: int, selected: int | None) -> bool:
-    """Whether the letter stands on the owner's full colour: the middle of the cell is filled and not stepped back."""
+    """Whether the letter stands on the owner's full colour: most of the cell is filled and not stepped back."""
     uses = view.uses[block]
-    filled = max(use.tokens for use in uses) * 3 > view.block_size * 2
+    filled = _filled(view, block) >= 0.5
     return filled and (selected is None or any(use.number == selected for use in uses))
+
+
+def _filled(view: PoolView, block: int) -> float:
+    return max(use.tokens for use in view.uses[block]) / view.block_size
+
+
+def _aside(view: PoolView, block: int) -> float:
+    """How far the letter steps aside where the fill ends near the middle of its cell, so that it stands on one colour."""
+    filled = _filled(view, block)
+    if not 1 / 3 < filled < 2 / 3:
+        return 0.0
+    return round((filled - 1) / 2 if filled >= 0.5 else filled / 2, 3)
 
 
 def _label(uses: Sequence[Use]) -> str:

@@ -11,7 +11,7 @@ from app.saved import library, saved_run
 from engine.observe.archive import Archive
 from engine.observe.export import chrome_trace, records_jsonl, requests_csv
 from engine.observe.runfile import SUFFIX
-from engine.observe.runs import MAX_UPLOAD, RunInfo
+from engine.observe.runs import RunInfo
 
 MAX_EXPORT_STEPS = 200_000
 
@@ -137,7 +137,8 @@ for info in found:
             delete(info)
 
 st.header("Bring in a run", divider="gray")
-uploaded = st.file_uploader(f"A run file (*{SUFFIX})", key="upload", max_upload_size=MAX_UPLOAD // 1024**2)
+uploaded = st.file_uploader(f"A run file (*{SUFFIX})", key="upload")
+st.caption(f"Is it larger? Copy it to {runs.folder} on the lab's machine, and it is listed above.")
 if uploaded is not None and st.session_state.get("uploaded") != uploaded.file_id:
     st.session_state["uploaded"] = uploaded.file_id
     read = uploaded.read

@@ -628,3 +628,15 @@ def test_ticks_of_a_root_axis_never_touch(top: int):
     values = root_ticks(top)["tickvals"]
     assert values[0] == 0 and values[-1] >= 0.5 * math.sqrt(top)
     assert all(high - low >= 0.1 * math.sqrt(top) for low, high in pairwise(values))
+
+
+@pytest.mark.parametrize("filled", range(1, 17))
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_a_letter_in_the_pool_stands_on_one_colour(filled: int, theme: Any):
+    """Its middle lies well inside the filled part, in the paper's colour, or well inside the rest, in the ink's."""
+    view = PoolView(num_blocks=8, block_size=16, uses={1: [Use(number=0, logical=0, tokens=filled)]})
+    letters = trace(pool_figure(view, theme), "letters")
+    middle, edge = letters["x"][0] + 0.5, filled / 16
+    [colour] = letters["textfont"]["color"]
+    assert colour == (theme.paper if middle < edge else theme.ink)
+    assert abs(middle - edge) > 0.15

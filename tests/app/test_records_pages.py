@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
+from streamlit import get_option
 from streamlit.testing.v1 import AppTest
 
 import app
 from app.live.routes import routes
 from app.reading import describe
 from app.saved import library, saved_run
+from app.server import SETTINGS
 from app.session import Hub, Lab
 from engine.observe.archive import Archive
-from engine.observe.runs import MAX_UPLOAD
 from tests.app.kit import call
 
 SCREENS = Path(app.__path__[0]) / "screens"
@@ -202,10 +203,17 @@ def test_of_a_long_run_only_a_window_is_read(lab: Lab, tmp_path: Path) -> None:
     assert len(recording.steps) > 10_000 and 0 < steps < 6000
 
 
-def test_a_run_as_large_as_the_library_takes_can_be_uploaded(lab: Lab):
-    """The server's limit for other files is not that of runs: what was saved can be brought back."""
-    [uploader] = page("runs.py", lab).get("file_uploader")
-    assert uploader.proto.max_upload_size_mb * 1024**2 == MAX_UPLOAD
+def test_a_run_too_large_to_upload_has_another_way_in(lab: Lab):
+    """The page promises no more than the server takes, and says where a larger file goes; a file put there is listed."""
+    work(lab)
+    name = save(lab, "large")
+    test = page("runs.py", lab)
+    [uploader] = test.get("file_uploader")
+    assert uploader.proto.max_upload_size_mb in (SETTINGS["server.maxUploadSize"], get_option("server.maxUploadSize"))
+    assert str(library().folder) in words(test)
+    file = library().path(name)
+    file.rename(file.with_name("brought by hand" + file.suffix))
+    assert "brought by hand" in words(page("runs.py", lab))
 
 
 @pytest.mark.parametrize("threads", [1, 2, None])

@@ -35,8 +35,8 @@ export function renderHead(view, head) {
   if (view.headKey === key) return;
   view.headKey = key;
   view.header.replaceChildren(
-    h("strong", {}, head.run ? head.run : "Inference Lab"),
-    head.run ? h("a", { class: "lab-home", href: view.data.home ? "/?lab=" + encodeURIComponent(view.data.home) : "/" }, "Back to the live lab") : "",
+    h("strong", {}, "Inference Lab"),
+    head.run ? h("span", { class: "lab-whose" }, h("b", {}, head.run), " ", h("a", { class: "lab-home", href: view.data.home ? "/?lab=" + encodeURIComponent(view.data.home) : "/" }, "Back to the live lab")) : "",
     whose ? h("span", { class: "lab-whose" }, whose, " ", h("a", { class: "lab-home", href: "/" }, "Open your own")) : "",
     h("span", { class: "lab-facts" }, facts.map(([name, value, title]) => h("span", { class: name, title }, value))),
     h("span", { class: "lab-state", "data-state": head.state === "ready" ? head.mode || "ready" : head.state, role: "status" }, text),
