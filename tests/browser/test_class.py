@@ -188,6 +188,12 @@ def test_a_presenter_a_projector_and_two_followers(look: Look):
     assert projector.evaluate("document.documentElement.scrollHeight") <= 1080
     projector.wait_for_timeout(500)
     picture(projector, "class-projector-1920")
+    projector.set_viewport_size({"width": 1280, "height": 720})
+    projector.wait_for_timeout(500)
+    heights = projector.evaluate("[...document.querySelectorAll('.lab-plot')].map(n => n.getBoundingClientRect().height)")
+    assert min(heights) > 90, "the same page, smaller: no picture is squeezed by the words around it"
+    assert projector.evaluate("document.documentElement.scrollHeight") <= 720
+    picture(projector, "class-projector-1280")
     one.keyboard.press("l")
     wait(one, "s.clock.cursor === null")
     presenter.click("text='Stop sharing'")
