@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import time
 from typing import Any
 
 import msgspec
@@ -125,9 +126,7 @@ def _ran_words(view: View, block: RunBlock) -> str:
 
 def _do_runs(view: View, wanted: list[tuple[str, dict[str, Any]]]) -> bool:
     """Run experiments on the reader's lab; says what went wrong, if anything did."""
-    state = hub().client.state
-    if state.state != "ready":
-        st.info(f"The model is not ready yet: {state.error or state.stage or state.state}. Try again in a moment.")
+    if not _engine_ready():
         return False
     try:
         with st.spinner("The engine works…", show_time=True):
@@ -142,6 +141,22 @@ def _do_runs(view: View, wanted: list[tuple[str, dict[str, Any]]]) -> bool:
         return False
     view.runs = StoredRuns(view.store, view.lesson.id, list(view.module.EXPERIMENTS))
     return True
+
+
+def _engine_ready() -> bool:
+    """Wait for a model that is on its way, and tell how far it is; says so if there is none to wait for."""
+    client, told = hub().client, st.empty()
+    while (state := client.state).state in ("starting", "loading"):
+        told.info(f"The run begins as soon as the model is loaded. Now: {state.stage or state.state}.")
+        time.sleep(0.2)
+    told.empty()
+    if state.state == "ready":
+        return True
+    why = state.error or "its process ended"
+    st.error(
+        f"The engine is not running: {why}. Open the Lab, press “Restart the engine”, and come back: your answers stay."
+    )
+    return False
 
 
 def within_quota(experiment: Experiment, lab: Lab) -> Experiment:

@@ -83,10 +83,13 @@ def holder(key: str) -> str:
 
 
 def settled(page: Page) -> None:
-    """Wait until Streamlit has nothing to do."""
-    page.wait_for_timeout(150)
-    page.wait_for_function("document.querySelector('[data-testid=stApp]')?.dataset.testScriptState !== 'running'")
-    page.wait_for_timeout(150)
+    """Wait until Streamlit has had nothing to do for a while: a busy server may not have begun when one looks once."""
+    page.evaluate("window.restless = performance.now()")
+    page.wait_for_function("""() => {
+        const state = document.querySelector('[data-testid=stApp]')?.dataset.testScriptState, now = performance.now();
+        if (state !== 'notRunning') window.restless = now;
+        return now - window.restless > 300;
+    }""")
 
 
 class Keyboard:

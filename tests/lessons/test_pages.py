@@ -287,8 +287,24 @@ def test_a_run_without_an_engine_says_so():
     answer(page, block, 4, "paged-attention-together-max")
     press_key(page, "lock-paged-attention-together-max")
     press_key(page, "run-paged-attention-run-max")
-    assert any("not ready yet" in text for text in texts(page, "info"))
+    assert any("Open the Lab, press “Restart the engine”" in text for text in texts(page, "error"))
     assert "run-max" not in Store(page.session_state["learner"]).load().of("paged-attention").ran
+
+
+def test_a_run_that_is_asked_for_too_early_waits_for_the_model():
+    client = EngineClient("scripted")
+    install(Hub(client))
+    page = open_lesson("paged-attention")
+    answer(page, catalogue()["paged-attention"].block("together-max"), 4, "paged-attention-together-max")
+    press_key(page, "lock-paged-attention-together-max")
+    client.start()
+    try:
+        assert client.state.state == "starting"
+        press_key(page, "run-paged-attention-run-max")
+        assert not texts(page, "error")
+        assert "run-max" in Store(page.session_state["learner"]).load().of("paged-attention").ran
+    finally:
+        client.close()
 
 
 def test_every_module_has_experiments_and_values():
