@@ -148,8 +148,10 @@ def largest_step(config: EngineConfig, vocab_size: int) -> StepBatch:
     for row in range(rows):
         count = min(config.max_model_len, left - (rows - row - 1))
         left -= count
-        request = _request(row, tokens)
         context = config.max_model_len - count
+        # What is counted for penalties is brought to the device once, when a request first samples: a longest prompt and,
+        # for all others, what this very step computes. More at once would need as many prompts to end in one step.
+        request = _request(row, tokens if row == 0 else tokens[context:])
         work.append(Work(request, tokens[context:], context, table, samples=(request,)))
     return StepBatch(index=0, work=work)
 
