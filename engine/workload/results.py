@@ -436,7 +436,7 @@ def _counted(workload: WorkloadSpec, a: Sequence[float | None], b: Sequence[floa
 
 def _difference(name: str, base: str, other: str, kind: str, found: Comparison) -> Difference:
     better = NUMBERS[name].better
-    told = kind in ("clear", "counted") and better
+    told = kind in ("clear", "counted") and better and not _tiny(kind, found)
     return Difference(
         name=name,
         variant=other,
@@ -464,8 +464,15 @@ def _words(name: str, base: str, other: str, kind: str, found: Comparison) -> st
     if kind == "too few repetitions":
         few = f"{found.pairs} {'repetition is' if found.pairs == 1 else 'repetitions are'} too few"
         return f"{few} to tell it from noise: run at least {MIN_PAIRS}."
+    if _tiny(kind, found):
+        return f"Nearly the same: {times(found, number)} {base}."
     meaning = number.higher if found.higher else number.lower
     return f"With {other}, {meaning}: {times(found, number)} {base}{_range(found) if kind == 'clear' else ''}."
+
+
+def _tiny(kind: str, found: Comparison) -> bool:
+    """Whether counts differ by less than matters: that is certain, but means nothing."""
+    return kind == "counted" and found.ratio is not None and abs(found.ratio - 1) < MIN_EFFECT
 
 
 def _ends(found: Comparison, number: Number) -> tuple[str, str]:
@@ -473,7 +480,10 @@ def _ends(found: Comparison, number: Number) -> tuple[str, str]:
     if found.ratio_interval is not None:
         low, high = (_factor(end) for end in found.ratio_interval)
         return low, high
-    low, high = (_amount(end, number) for end in found.difference_interval or (0.0, 0.0))
+    ends = found.difference_interval or (0.0, 0.0)
+    if number.unit == "%" and found.a.low is not None and found.a.high is not None:  # a share can't leave 0 to 100 %
+        ends = max(ends[0], -found.a.high), min(ends[1], 1.0 - found.a.low)
+    low, high = (_amount(end, number) for end in ends)
     return low, high
 
 
@@ -487,7 +497,8 @@ def _factor(ratio: float) -> str:
 
 
 def _amount(difference: float, number: Number) -> str:
-    amount = f"{abs(difference) * number.scale:,.{number.digits}f}{' ' if number.unit else ''}{number.unit}"
+    unit = "percentage points" if number.unit == "%" else number.unit
+    amount = f"{abs(difference) * number.scale:,.{number.digits}f}{' ' if unit else ''}{unit}"
     return f"{amount} {'more' if difference > 0 else 'less'}"
 
 

@@ -82,7 +82,12 @@ def test_what_is_not_clear_says_what_remains_possible():
     assert low < 1 < high
     assert noise.words == f"Not clear: it may be {100 * (1 - low):.0f} % less, or {high:.2f} × as much."
     (shares,) = differences(synthetic({"attainment": [0.0, 0.5, 1.0, 0.5, 0.5]}, {"attainment": [1.0, 0.5, 0.0, 0.5, 0.5]}))
-    assert shares.words == "Not clear: it may be 87.8 % less, or 87.8 % more."
+    assert shares.words == "Not clear: it may be 87.8 percentage points less, or 87.8 percentage points more."
+
+
+def test_a_share_is_never_said_to_leave_0_to_100_percent():
+    (shares,) = differences(synthetic({"attainment": [0.0, 0.3, 0.1, 0.2, 0.0]}, {"attainment": [1.0, 0.0, 0.9, 0.0, 0.5]}))
+    assert shares.words == "Not clear: it may be 30.0 percentage points less, or 100.0 percentage points more."
 
 
 def test_a_difference_too_small_to_matter_is_told_from_one_that_is_not_clear():
@@ -119,6 +124,9 @@ def test_what_is_counted_needs_no_repetitions():
     assert found["steps"].kind == "counted"
     assert found["steps"].words == "With continuous, fewer passes over the weights: 50 % less than with static."
     assert found["preemptions"].words == "The same as with static."
+    (tiny,) = differences(synthetic({"largest_step": [196.0]}, {"largest_step": [194.0]}))
+    assert (tiny.kind, tiny.good) == ("counted", None)
+    assert tiny.words == "Nearly the same: 1 % less than with static."
     from_none = differences(synthetic({"padding_tokens": [0.0]}, {"padding_tokens": [294.0]}))
     assert from_none[0].words.endswith("294 more than with static.")
 
