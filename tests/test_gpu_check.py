@@ -1,6 +1,7 @@
 """The GPU check without a GPU: shapes, loads, arithmetic, the page, workers that fail, and a run on tiny shapes."""
 
 import itertools
+import signal
 import subprocess
 import sys
 import textwrap
@@ -558,7 +559,8 @@ def test_tests_that_hang_or_leave_no_report_are_failed(tmp_path):
     assert gpu_check.read_report(tmp_path / "none.xml", -11, 9).summary == "pytest ended with code -11 and left no report."
 
 
-def test_tests_are_stopped_in_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "in the background of a shell"])
+def test_tests_are_stopped_in_time(tmp_path, monkeypatch, ignored):
     folder = tmp_path / "some_tests"
     folder.mkdir()
     (folder / "test_it.py").write_text("import time\ndef test_quick(): pass\ndef test_slow(): time.sleep(60)\n")
@@ -573,7 +575,11 @@ def test_tests_are_stopped_in_time(tmp_path, monkeypatch):
             return super().wait(timeout)
 
     monkeypatch.setattr(gpu_check.subprocess, "Popen", Begins)
-    found = gpu_check.run_tests(tmp_path / "out", 0.2, str(folder))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        found = gpu_check.run_tests(tmp_path / "out", 0.2, str(folder))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert found.status == "failed"
     assert found.summary == "Stopped after 0 s; by then 1 passed, 0 failed, 0 skipped."
     assert "test_quick PASSED" in found.output and "KeyboardInterrupt" in found.output

@@ -144,6 +144,10 @@ def _store(document: Document, options: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------- tests
 
 
+PYTEST = "import signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(pytest.main())"
+"""pytest that can be interrupted, also where Ctrl+C is ignored: what runs in the background of a shell inherits that."""
+
+
 def run_tests(folder: Path, limit: float, tests: str = "tests/cuda") -> Suite:
     """Run tests in a process of their own, which a crashed kernel can end without ending the check.
 
@@ -158,7 +162,7 @@ def run_tests(folder: Path, limit: float, tests: str = "tests/cuda") -> Suite:
     ini, report, log = (folder.resolve() / f"gpu_tests.{kind}" for kind in ("ini", "xml", "log"))
     ini.write_text(PYTEST_INI.format(patience=0.8 * limit))
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", tests, "-v", "-p", "no:cacheprovider", "-c", str(ini), f"--rootdir={ROOT}"]
+    command = [sys.executable, "-c", PYTEST, tests, "-v", "-p", "no:cacheprovider", "-c", str(ini), f"--rootdir={ROOT}"]
     # The tests' common conftest.py needs hypothesis, which these tests don't.
     command += [f"--confcutdir={tests}", f"--junitxml={report}"]
     start = time.perf_counter()
