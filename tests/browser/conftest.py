@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, TimeoutError, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 ASSETS = ROOT / "assets"
@@ -146,3 +146,20 @@ def picture(page: Page, name: str) -> None:
     """Save a screenshot of what a test has on its screen."""
     OUT.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=OUT / f"{name}.png")
+
+
+def download(page: Page, label: str, folder: Path) -> Path:
+    """Click once the page stands still; Streamlit loses a click on what it is just drawing anew, so click again then."""
+    for last in (False, False, True):
+        page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', state="attached")
+        try:
+            with page.expect_download(timeout=30_000 if last else 10_000) as caught:
+                page.get_by_role("button", name=label, exact=True).click()
+        except TimeoutError:
+            if last:
+                raise
+            continue
+        path = folder / caught.value.suggested_filename
+        caught.value.save_as(path)
+        return path
+    raise AssertionError("unreachable")

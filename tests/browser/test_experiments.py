@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, TimeoutError, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
-from tests.browser.conftest import Lab, picture
+from tests.browser.conftest import Lab, download, picture
 
 pytestmark = pytest.mark.browser
 WAIT = 120_000
@@ -74,23 +74,6 @@ def figures(page: Page) -> list:
 def run_ready_made(page: Page, experiment_id: str) -> None:
     page.locator(f".st-key-run-{experiment_id} button").click(timeout=WAIT)
     expect(page.get_by_text("Time for all requests, s")).to_be_visible(timeout=WAIT)
-
-
-def download(page: Page, label: str, folder: Path) -> Path:
-    """Click once the page stands still; Streamlit loses a click on what it is just drawing anew, so click again then."""
-    for last in (False, False, True):
-        page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', state="attached")
-        try:
-            with page.expect_download(timeout=30_000 if last else 10_000) as caught:
-                page.get_by_role("button", name=label, exact=True).click()
-        except TimeoutError:
-            if last:
-                raise
-            continue
-        path = folder / caught.value.suggested_filename
-        caught.value.save_as(path)
-        return path
-    raise AssertionError("unreachable")
 
 
 def test_an_a_b_from_run_to_report_and_back(page: Page, browser: Browser, tiny: Lab, tmp_path: Path):

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 from lessons.catalogue import catalogue
 from lessons.judge import right_option
 from lessons.model import Check, Explain, Explore, Lesson, Predict, RunBlock
-from tests.browser.conftest import OUT, Lab
+from tests.browser.conftest import OUT, Lab, download
 from tests.lessons.independent import ANSWERS
 
 pytestmark = pytest.mark.browser
@@ -272,10 +272,7 @@ def test_a_progress_file_travels_and_a_wrong_one_is_refused(visit: Visit, tmp_pa
     page.locator(holder("kv-cache-work-without")).wait_for(timeout=60_000)
     learner = page.evaluate("new URL(location.href).searchParams.get('learner')")
     page = visit(f"lessons?learner={learner}")
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Download your progress").click()
-    kept = tmp_path / "mine.json"
-    download.value.save_as(kept)
+    kept = download(page, "Download your progress", tmp_path)
     other = visit("lessons")
     bad = tmp_path / "bad.json"
     bad.write_text('{"lessons": {"alchemy": {}}}')
