@@ -7,6 +7,7 @@ import streamlit as st
 from app.course.gauges import FIGURES, Reading
 from app.course.progress import MAX_UPLOAD, Progress, ProgressError, Store, check_progress, read_progress
 from app.course.style import style
+from app.downloads import offer
 from app.figures.palette import theme as theme_named
 from app.reading import current_lab
 from lessons.catalogue import catalogue, course, glossary, slug
@@ -99,12 +100,9 @@ def _progress_file(store: Store, progress: Progress, lessons: dict[str, Lesson])
     st.code(f"?learner={store.token}", language=None)
     st.caption("Put this behind the page's address, or bookmark the page: the address holds it already.")
     left, right = st.columns(2)
-    left.download_button(
-        "Download your progress",
-        data=lambda: store.path.read_bytes() if store.path.exists() else b'{"inference_lab_progress": 1}',
-        file_name="inference-lab-progress.json",
-        mime="application/json",
-    )
+    with left:
+        kept = store.path.read_bytes() if store.path.exists() else b'{"inference_lab_progress": 1}'
+        offer("Download your progress", kept, "inference-lab-progress.json", "application/json")
     brought = right.file_uploader("Bring a progress file back", type=["json"], max_upload_size=1)
     if brought is not None and st.session_state.get("brought") != brought.file_id:
         try:

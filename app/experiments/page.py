@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import streamlit as st
 
+from app.downloads import offer
 from app.experiments import exports, running
 from app.experiments.charts import RATIOS, TIMELINES, charts, overlaid
 from app.experiments.store import MOST_OVERLAID, ResultStore
@@ -103,7 +104,7 @@ def file_view(run: Run, disabled: bool) -> None:
     with st.container(horizontal=True):
         if st.button("Run", key="run file", type="primary", disabled=disabled):
             run(experiment)
-        st.download_button("Save the file", to_yaml(experiment), file_name=f"{experiment.id}.yaml", mime="application/yaml")
+        offer("Save the file", to_yaml(experiment), file_name=f"{experiment.id}.yaml", mime="application/yaml")
 
 
 # While it runs ------------------------------------------------------------------------------------------------------------
@@ -271,19 +272,17 @@ def travel(result: ExperimentResult, name: str) -> None:
     st.subheader("Take it elsewhere")
     experiment = result.experiment
     with st.container(horizontal=True):
-        st.download_button(
-            "Experiment file", to_yaml(experiment), file_name=f"{experiment.id}.yaml", mime="application/yaml"
-        )
-        st.download_button("Result", lambda: write_result(result), file_name=f"{name}{SUFFIX}", mime="application/json")
-        st.download_button("CSV", lambda: differences_csv(result), file_name=f"{name}.csv", mime="text/csv")
-        st.download_button("HTML report", lambda: exports.report(result), file_name=f"{name}.html", mime="text/html")
-        st.download_button(
+        offer("Experiment file", to_yaml(experiment), file_name=f"{experiment.id}.yaml", mime="application/yaml")
+        offer("Result", lambda: write_result(result), file_name=f"{name}{SUFFIX}", mime="application/json")
+        offer("CSV", lambda: differences_csv(result), file_name=f"{name}.csv", mime="text/csv")
+        offer("HTML report", lambda: exports.report(result), file_name=f"{name}.html", mime="text/html")
+        offer(
             "Notebook",
             lambda: notebook(result, f"{name}{SUFFIX}"),
             file_name=f"{name}.ipynb",
             mime="application/x-ipynb+json",
         )
-        st.download_button("Everything (zip)", lambda: exports.bundle(result, name), file_name=f"{name}.zip")
+        offer("Everything (zip)", lambda: exports.bundle(result, name), file_name=f"{name}.zip")
     st.caption(
         "The experiment file runs again here, or with `inference-lab run FILE`. The notebook reads the result file "
         "beside it. The address of this page leads back to this result on this machine."

@@ -6,6 +6,7 @@ import time
 
 import streamlit as st
 
+from app.downloads import offer
 from app.reading import current_lab
 from app.saved import library, saved_run
 from engine.observe.archive import Archive
@@ -87,23 +88,23 @@ def delete(info: RunInfo) -> None:
 def export(info: RunInfo) -> None:
     """Offer the file itself and its exports."""
     st.markdown("The run file opens in any Inference Lab. The exports are for other tools.")
-    st.download_button("Run file", runs.path(info.name).read_bytes, file_name=f"{info.name}{SUFFIX}", width="stretch")
+    offer("Run file", runs.path(info.name).read_bytes, file_name=f"{info.name}{SUFFIX}", width="stretch")
     log = saved_run(info.name).log
-    st.download_button(
+    offer(
         "Requests as CSV",
         lambda: "".join(requests_csv(log.traces())),
         file_name=f"{info.name} requests.csv",
         mime="text/csv",
         width="stretch",
     )
-    st.download_button(
+    offer(
         "Records as JSONL",
         lambda: "".join(records_jsonl(log.traces(), log.steps(0, MAX_EXPORT_STEPS))),
         file_name=f"{info.name}.jsonl",
         mime="application/jsonl",
         width="stretch",
     )
-    st.download_button(
+    offer(
         "Chrome trace (opens in Perfetto)",
         lambda: "".join(chrome_trace(log.traces(), log.steps(0, MAX_EXPORT_STEPS))),
         file_name=f"{info.name} trace.json",
