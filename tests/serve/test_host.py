@@ -521,8 +521,7 @@ def test_a_stream_that_is_not_frames_ends_the_host_with_a_reason() -> None:
 def test_a_client_that_does_not_read_costs_bounded_memory_and_then_gets_the_newest() -> None:
     with Raw('{"backlog_units": 200000}') as raw:
         raw.send(LoadModel(seq=1, model="scripted"))
-        raw.send(OpenLab(seq=2, lab="l", config={"max_num_seqs": 64, "num_kv_blocks": 8192}))
-        assert "loading" in raw.reply(2).error or raw.reply(1)
+        raw.reply(1)
         raw.send(OpenLab(seq=3, lab="l", config={"max_num_seqs": 64, "num_kv_blocks": 8192}))
         assert raw.reply(3).error == ""
         for seq in range(4, 24):
